@@ -1,0 +1,1 @@
+"""Gather and Aggregate heads in any language model: load, mask, materialise, measure."""
