@@ -20,6 +20,7 @@ from .errors import StoreError
 PACKAGE = __name__.partition(".")[0]
 _FOLDER = Path(__file__).resolve().parent
 _NOT_CODE = {"__pycache__", ".ipynb_checkpoints"}
+_INSTALLED = {".py", ".toml", ".txt", ".json", ".safetensors"}  # what a wheel carries
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Where results are kept has no part in what they are: a change there must not throw away what was measured.
 _BOOKKEEPING = frozenset(f"{PACKAGE}.{name}" for name in ("codehash", "encoding", "records"))
@@ -74,11 +75,11 @@ def hash_sources(sources: dict[str, bytes], names: Iterable[str]) -> str:
 
 
 def folder_hash(folder: Path) -> str:
-    """Return a hash of a package folder: its code without comments, and the bytes of every other file."""
+    """Return a hash of a package folder: its code without comments, and the bytes of its data files."""
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         where = path.relative_to(folder)
-        if path.is_file() and not _NOT_CODE.intersection(where.parts) and not where.name.startswith("."):
+        if path.suffix in _INSTALLED and path.is_file() and not _NOT_CODE.intersection(where.parts):
             content = path.read_bytes()
             digest = _tree_hash(content) if path.suffix == ".py" else hashlib.sha256(content).hexdigest()
             total.update(f"{where.as_posix()} {digest}\n".encode())

