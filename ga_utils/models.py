@@ -1,0 +1,175 @@
+"""How is a model loaded?
+
+By a name of the registry, a hub id or a local folder, with the same few rules: no remote code, safetensors only
+(GGUF for the embedded model), strict about missing weights, and self-checked before anything is measured.
+
+Devices and dtypes. CUDA is used where there is one (bf16, as in the paper), then Apple's MPS, then the CPU (both fp32).
+MPS has no float64 and runs no fp64 oracle: asking for it is an error. ``device="auto"`` splits a model over all GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from pathlib import Path
+
+import torch
+
+from .errors import GAError, ModelError, say_once
+from .fetch import Files, folder_files, hub_files, hub_tokenizer, packaged_files
+from .language_model import LanguageModel, parse_dtype, wrap
+from .registry import ModelSpec, find_spec, resolve_models
+from .selfcheck import require
+
+__all__ = ["LanguageModel", "load", "wrap"]
+
+
+def load(
+    name: str | Path,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+    check: bool = True,
+) -> LanguageModel:
+    """Load a causal language model and find its heads.
+
+    name: a name of the registry (``ga models``), a hub id such as "ORG/NAME", or a folder. dtype: "float32",
+    "bfloat16", "float16" or "float64"; None chooses by device. device: "cpu", "cuda", "cuda:1", "mps" or "auto".
+    revision: the hub's branch, tag or commit. attn_implementation: "sdpa" or "eager"; None lets transformers choose.
+    check: run the self-check (a few forwards over a dozen tokens).
+
+    Raises `ModelError` (or `GAError` for a dtype or device that is not there) in one sentence that says what to do.
+    """
+    place = _choose_device(device)
+    number = _choose_dtype(dtype, place)
+    spec = find_spec(str(name))
+    with _quiet():
+        files = _locate(name, spec, revision)
+        model = _build(files, place, number, attn_implementation)
+        tokenizer = _tokenizer(spec.tokenizer if spec and spec.tokenizer else files.folder, files)
+    label = spec.name if spec else Path(name).resolve().name if Path(name).is_dir() else str(name)
+    model.eval().requires_grad_(False)
+    lm = LanguageModel(model, tokenizer, label, spec.title if spec else label, files.source, files.revision)
+    if check:
+        require(lm)
+    return lm
+
+
+def _locate(name: str | Path, spec: ModelSpec | None, revision: str | None) -> Files:
+    if spec and spec.package:
+        if revision:
+            raise ModelError(f"{spec.name} comes from a PyPI package, which has no revision {revision!r}.")
+        return packaged_files(spec)
+    if spec is None and Path(name).expanduser().exists():
+        return folder_files(Path(name).expanduser())
+    if spec is None:
+        name = resolve_models(str(name))[0]  # raises, naming close matches, for what is neither a name nor an id
+        if str(name).startswith(("/", "./", "../", "~")):
+            raise ModelError(f"There is no folder {name}.")
+    return hub_files(spec.id if spec else str(name), revision, bool(spec and spec.gated))
+
+
+def _build(files: Files, place: torch.device | str, dtype: torch.dtype, attention: str | None) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from .llamba_load import is_llamba, load_llamba
+
+    if is_llamba(files.folder):
+        if place == "auto":
+            raise ModelError("Llamba is loaded on one device: give device='cuda:0' or another, not 'auto'.")
+        return load_llamba(files.folder, dtype=dtype).to(place)  # strict by itself
+    try:
+        config = AutoConfig.from_pretrained(files.folder, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelError(
+            f"{files.source} names an architecture that this version of transformers does not have: {_first_line(error)}"
+        ) from error
+    options = {"attn_implementation": attention} if attention else {}
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            files.folder, config=config, dtype=dtype, device_map=None if place == torch.device("cpu") else place,
+            trust_remote_code=False, use_safetensors=True, local_files_only=True, output_loading_info=True, **options,
+        )  # fmt: skip
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        raise ModelError(f"{files.source} could not be loaded: {_first_line(error)}") from error
+    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if report.get(what):
+            first = sorted(map(str, report[what]))[0]
+            raise ModelError(
+                f"{files.source} is not a whole {type(model).__name__}: {len(report[what])} {what.replace('_', ' ')}, first "
+                f"{first}; it would have run with random weights there."
+            )
+    if report.get("unexpected_keys"):
+        first = sorted(report["unexpected_keys"])[0]
+        say_once(
+            f"unexpected {files.source}",
+            f"{files.source} holds {len(report['unexpected_keys'])} tensors that {type(model).__name__} does not use, first "
+            f"{first}.",
+        )
+    return model
+
+
+def _tokenizer(source: str | Path, files: Files) -> object:
+    from transformers import AutoTokenizer
+
+    if isinstance(source, str):  # another repository's tokenizer: Llamba's checkpoints carry none
+        source = hub_tokenizer(source, gated=source.startswith("meta-llama/"))
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=True)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise ModelError(f"{files.source} has no tokenizer that can be loaded: {_first_line(error)}") from error
+
+
+def _choose_device(device: str | torch.device | None) -> torch.device | str:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if device == "auto":
+        if not torch.cuda.is_available():
+            raise GAError("device='auto' splits a model over CUDA GPUs, and this machine has none: leave device out.")
+        return "auto"
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise GAError(f"device={device!r} is unknown: use 'cpu', 'cuda', 'cuda:1', 'mps' or 'auto'.") from error
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise GAError(f"device={device!r}: this machine has {torch.cuda.device_count()} CUDA GPUs.")
+    if place.type == "mps" and not torch.backends.mps.is_available():
+        raise GAError("device='mps': this machine has no Apple GPU that torch can use.")
+    return place
+
+
+def _choose_dtype(dtype: str | torch.dtype | None, place: torch.device | str) -> torch.dtype:
+    kind = place if isinstance(place, str) else place.type
+    if dtype is None:
+        return torch.bfloat16 if kind in ("cuda", "auto") else torch.float32
+    number = parse_dtype(dtype)
+    if kind == "mps" and number == torch.float64:
+        raise GAError("Apple's MPS has no float64: use device='cpu', or dtype='float32'.")
+    return number
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    line = text[0].strip() if text else type(error).__name__
+    return line if line.endswith(".") else line + "."
+
+
+@contextlib.contextmanager
+def _quiet():
+    """transformers' notices about absent kernels and progress are said by us, once, where they matter."""
+    from transformers.utils import logging as hf_logging
+
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
