@@ -22,7 +22,7 @@ setup: $(STAMP)
 
 # The stamp comes last, so that an interrupted set-up starts again.
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "Python 3.11 or newer is needed, and '$(PYTHON)' is not: try make PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e '.[book,eval,dev]'
@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 # Compiled against the torch that setup installed. No cache: a build without CUDA would leave a broken wheel in it.
 setup-gpu: $(STAMP)
 	@$(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || \
-	  { echo "setup-gpu needs a CUDA build of torch, and this one runs on the CPU only: see README.md" >&2; exit 1; }
+	  { echo "setup-gpu needs a CUDA build of torch, and this one is for the CPU: take the CPU wheels out of pip's configuration, remove $(VENV), make setup" >&2; exit 1; }
 	$(PIP) install 'setuptools>=77' wheel packaging ninja
 	$(PIP) install -c constraints.txt --no-build-isolation --no-cache-dir -e '.[gpu]'
 

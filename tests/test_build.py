@@ -74,7 +74,7 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def external_requests(html: Path) -> list[str]:
-    """What pages and styles load from elsewhere, as 'file: URL'. Links that a reader may follow are left out."""
+    """What pages and styles load from elsewhere, as "file: URL"; links that a reader may follow are fine."""
     tags = "script|img|iframe|source|audio|video|embed|object|link"
     loading = rf"<(?:{tags})\b[^>]*?(?:src|href|data)\s*=\s*[\"']?"
     found = []
