@@ -31,8 +31,8 @@ _NOTEBOOKS = typer.Argument(
 _MODELS = typer.Option(
     "--models",
     metavar="A,B",
-    help="Models to run, separated by commas: names from `ga models`, panel:NAME, Hugging Face ids or folders. "
-    "Without it each notebook runs its own.",
+    help="Models to run, separated by commas: names from `ga models`, panel:NAME, Hugging Face ids or "
+    "folders. Without it each notebook runs its own.",
 )
 _SETS = typer.Option(
     "--set",
@@ -92,13 +92,13 @@ def check(
 
     names = resolve_models(model)
     from .models import load
-    from .sites import self_check
+    from .selfcheck import self_check
 
     every = True
     for name in names:
         print(f"{name}:", flush=True)
         with _interruptible():
-            report = self_check(load(name))
+            report = self_check(load(name, check=False))
         rows = [dict(row) for row in report.rows]
         columns = list(dict.fromkeys(key for row in rows for key in row))
         _print_table(
@@ -168,7 +168,7 @@ def _interruptible() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         print(
-            "ga: stopped; every finished record is kept, and the same command goes on from there.",
+            "ga: stopped; finished records are kept, and the same command goes on from there.",
             file=sys.stderr,
         )
         raise typer.Exit(130) from None

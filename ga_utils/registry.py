@@ -89,7 +89,7 @@ def _spec(name: str, fields: dict[str, Any]) -> ModelSpec:
 def find_spec(name: str) -> ModelSpec | None:
     """Return the entry with this name or Hugging Face id, in any case; None if there is none."""
     wanted = str(name).strip().lower()
-    return next((s for s in registry().values() if wanted in (s.name, (s.id or "").lower())), None)
+    return next((s for s in registry().values() if wanted in (s.name, s.id and s.id.lower())), None)
 
 
 def panels() -> dict[str, tuple[str, ...]]:
