@@ -1,8 +1,9 @@
 """How are the published Llamba checkpoints run as an ordinary transformers model?
 
-Llamba is Llama with its attention replaced by a discrete Mamba-2 mixer (ga_utils/llamba_mixer.py). Importing this module
-registers `LlambaConfig` and `LlambaForCausalLM` with transformers' AutoConfig and AutoModelForCausalLM; parameters carry
-the names of the published files; `ga_utils.llamba_load.load_llamba` loads those strictly.
+Llamba is Llama with its attention replaced by a discrete Mamba-2 mixer (ga_utils/llamba_mixer.py). Importing
+this module registers `LlambaConfig` and `LlambaForCausalLM` with transformers' AutoConfig and
+AutoModelForCausalLM. Parameters carry the names of the published files, which
+`ga_utils.llamba_load.load_llamba` loads strictly.
 """
 
 import inspect
@@ -16,67 +17,13 @@ from transformers.activations import ACT2FN
 from transformers.utils import ModelOutput
 
 from .errors import ModelError
+from .llamba_cache import LayerState, LlambaCache
 from .llamba_config import LlambaConfig
-from .llamba_mixer import LayerState, LlambaMixer, Padding, padding_from_mask, work_dtype
+from .llamba_mixer import LlambaMixer, Padding, padding_from_mask, work_dtype
 
-# transformers renamed generate's keyword for the cache from `past_key_values` to `cache`; forward takes either name.
+# transformers renamed generate's keyword for the cache from `past_key_values` to `cache`; forward takes both
 _ARGUMENTS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE_NAME = "cache" if "cache" in _ARGUMENTS else "past_key_values"
-
-
-class LlambaCache:
-    """The state of every mixer after the tokens seen so far; its size does not grow with their number.
-
-    `forward` moves it on in place: `copy.deepcopy` it before each branch. Its tensors are replaced, never written into.
-    """
-
-    is_compileable = False
-    is_linear = (
-        False,
-    )  # generate then skips the tokens that a cache handed to it has seen, as with attention models
-    is_croppable = False  # a state cannot be wound back
-
-    def __init__(self, n_layers: int):
-        self.layers = [LayerState() for _ in range(n_layers)]
-        self.seen = 0
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def __deepcopy__(self, memo) -> "LlambaCache":
-        return self._map(lambda v: v.clone(), LlambaCache(len(self)))
-
-    def _map(self, fn, out: "LlambaCache") -> "LlambaCache":
-        out.seen = self.seen
-        for source, target in zip(self.layers, out.layers, strict=True):
-            target.conv = None if source.conv is None else fn(source.conv)
-            target.ssm = None if source.ssm is None else fn(source.ssm)
-        return out
-
-    @property
-    def batch_size(self) -> int | None:
-        """Rows held, or None before the first forward."""
-        return None if self.layers[0].ssm is None else self.layers[0].ssm.shape[0]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Token positions seen, padding included."""
-        return self.seen
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep rows `indices` [k] (repeats widen the batch), in that order."""
-        self._map(lambda v: v.index_select(0, torch.as_tensor(indices, device=v.device)), self)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """`batch_select_indices` under the name that beam search calls."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times, copies side by side."""
-        self._map(lambda v: v.repeat_interleave(repeats, dim=0), self)
-
-    def reset(self) -> None:
-        """Forget everything seen."""
-        self.__init__(len(self))
 
 
 class LlambaRMSNorm(nn.Module):
@@ -137,15 +84,22 @@ class LlambaBlock(nn.Module):
 
 @dataclass
 class LlambaOutput(ModelOutput):
-    """logits [b, kept, vocab] (None from the backbone), last_hidden_state [b, t, d_model], the cache, and with
-    `output_hidden_states` n_layer + 1 tensors [b, t, d_model]: the embeddings, then each block's output, the last one normed.
-    `past_key_values` repeats the cache only where transformers' generate still looks for that name."""
+    """What a forward gives back; fields that were not asked for are None.
+
+    logits [b, kept, vocab] (language model) or last_hidden_state [b, t, d_model] (backbone); the cache; and
+    with `output_hidden_states` n_layer + 1 tensors [b, t, d_model]: the embeddings, then each block's
+    output, the last one normed.
+    """
 
     logits: Tensor | None = None
     last_hidden_state: Tensor | None = None
     cache: LlambaCache | None = None
-    past_key_values: LlambaCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+
+    @property
+    def past_key_values(self) -> LlambaCache | None:
+        """The cache, under the name that older transformers releases read."""
+        return self.cache
 
 
 class LlambaPreTrainedModel(PreTrainedModel):
@@ -189,7 +143,7 @@ class LlambaModel(LlambaPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> LlambaOutput:
-        """input_ids [b, t] or inputs_embeds [b, t, d_model] -> last_hidden_state [b, t, d_model] and the cache."""
+        """input_ids [b, t] or inputs_embeds [b, t, d_model] -> last_hidden_state [b, t, d_model], cache."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ModelError("Llamba needs exactly one of input_ids and inputs_embeds.")
         hidden = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
@@ -205,7 +159,8 @@ class LlambaModel(LlambaPreTrainedModel):
         seen_states = [hidden]
         for i, layer in enumerate(self.layers):
             hidden = layer(hidden, padding, None if cache is None else cache.layers[i])
-            seen_states.append(hidden) if output_hidden_states else None
+            if output_hidden_states:
+                seen_states.append(hidden)
         hidden = self.final_layernorm(hidden)
         if cache is not None:
             cache.seen += t
@@ -228,11 +183,11 @@ class LlambaModel(LlambaPreTrainedModel):
 
     @staticmethod
     def _recent(mask: Tensor | None, b: int, t: int, seen: int) -> Tensor | None:
-        """The part of the mask that belongs to these t tokens; the tokens seen before are already in the cache."""
+        """The part of the mask that belongs to these t tokens; earlier ones are already in the cache."""
         if mask is not None and tuple(mask.shape) not in {(b, t), (b, seen + t)}:
             raise ModelError(
-                f"attention_mask has shape {list(mask.shape)}, but {[b, t]} (these tokens) or {[b, seen + t]} (with those "
-                "in the cache) is needed."
+                f"attention_mask has shape {list(mask.shape)}, but {[b, t]} (these tokens) or "
+                f"{[b, seen + t]} (with those in the cache) is needed."
             )
         return None if mask is None else mask[:, -t:]
 
@@ -271,11 +226,12 @@ class LlambaForCausalLM(LlambaPreTrainedModel, GenerationMixin):
     ) -> LlambaOutput | tuple:
         """Next-token logits, float32 (float64 for float64).
 
-        input_ids [b, t]; attention_mask [b, t], or [b, seen + t] with a cache, 1 for real tokens: padding on either side
-        changes nothing at the real ones. The cache goes by any of its three names, continues with any number of tokens
-        and is moved on in place; `use_cache=True` without one starts one. `logits_to_keep`: only the last k positions
-        (0 = all), or the positions in a tensor. `position_ids` is taken and unused: the model has no positions.
-        Raises ModelError for inputs that do not fit each other, and for output_attentions (there are none to give).
+        input_ids [b, t]; attention_mask [b, t], or [b, seen + t] with a cache, 1 for real tokens: padding
+        on either side changes nothing at the real ones. The cache goes by any of its three names, continues
+        with any number of tokens and is moved on in place; `use_cache=True` without one starts one.
+        `logits_to_keep`: only the last k positions (0 = all), or the positions in a tensor. `position_ids`
+        is taken and unused: the model has no positions. Raises ModelError for inputs that do not fit each
+        other, and for output_attentions (there are none to give).
         """
         given = [c for c in (cache, past_key_values, cache_params) if c is not None]
         if len(given) > 1:
@@ -294,9 +250,9 @@ class LlambaForCausalLM(LlambaPreTrainedModel, GenerationMixin):
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, keep])
-        out.logits = logits.to(work_dtype(logits.dtype))
-        if CACHE_NAME != "cache" and out.cache is not None:
-            out.past_key_values = out.cache
+        out = LlambaOutput(
+            logits=logits.to(work_dtype(logits.dtype)), cache=out.cache, hidden_states=out.hidden_states
+        )
         return out.to_tuple() if return_dict is False else out
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:

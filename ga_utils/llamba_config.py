@@ -22,9 +22,10 @@ class LlambaConfig(PretrainedConfig):
     """The published config.json: its keys, with Llamba-8B's values as defaults.
 
     `hidden_size`, `num_hidden_layers` and `tie_word_embeddings` are other names of `d_model`, `n_layer` and
-    `tie_embeddings`. There is no `max_position_embeddings`: the model has no positions and no longest input, so tools fall
-    back to the tokenizer's limit. `vocab_size` is rounded up to `pad_vocab_size_multiple`; `resid_dropout` is read and kept,
-    never applied (nor is it in the published code). Raises ModelError for a variant that the published models do not use.
+    `tie_embeddings`. There is no `max_position_embeddings`: the model has no positions and no longest
+    input, so tools fall back to the tokenizer's limit. `vocab_size` is rounded up to
+    `pad_vocab_size_multiple`; `resid_dropout` is read and kept, never applied (nor is it in the published
+    code). Raises ModelError for a variant that the published models do not use.
     """
 
     model_type = "llamba"
@@ -58,12 +59,13 @@ class LlambaConfig(PretrainedConfig):
         ssm = self.ssm_cfg
         if ssm["n_qk_heads"] != ssm["n_v_heads"] or ssm["activation"] != "identity" or ssm["bias"]:
             raise ModelError(
-                f"This Llamba has ssm_cfg {ssm}, but only equal n_qk_heads and n_v_heads, activation 'identity' and "
-                "no bias (as in every published Llamba) can be run."
+                f"This Llamba has ssm_cfg {ssm}, but only equal n_qk_heads and n_v_heads, activation "
+                "'identity' and no bias (as in every published Llamba) can be run."
             )
         if self.d_inner % ssm["n_v_heads"]:
             raise ModelError(
-                f"Llamba's inner width {self.d_inner} (expand x d_model) is not a multiple of its {ssm['n_v_heads']} heads."
+                f"Llamba's inner width {self.d_inner} (expand x d_model) is not a multiple of its "
+                f"{ssm['n_v_heads']} heads."
             )
 
     @property

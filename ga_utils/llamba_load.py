@@ -1,6 +1,7 @@
 """Does a Llamba checkpoint hold exactly the weights that its config.json asks for?
 
-transformers only reports a weight that is missing or left over, and goes on with a random one. Here it is an error.
+transformers only reports a weight that is missing or left over, and goes on with a random one. Here it is an
+error.
 """
 
 import json
@@ -17,22 +18,22 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def is_llamba(folder: str | Path) -> bool:
-    """Whether the folder's config.json describes a Llamba, by its model_type or, where that is left out, by its keys."""
+    """Whether the folder's config.json describes a Llamba: by model_type or, without one, by its keys."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         return False
     config = _read_json(path)
-    return (
-        config.get("model_type", "llamba") == "llamba" and {"d_model", "ssm_cfg", "mlp_cfg"} <= config.keys()
-    )
+    if "model_type" in config:
+        return config["model_type"] == "llamba"
+    return {"d_model", "n_layer", "ssm_cfg", "mlp_cfg"} <= config.keys()
 
 
 def load_llamba(path: str | Path, dtype: torch.dtype | str | None = None, **kwargs) -> LlambaForCausalLM:
     """Load a Llamba from a folder in the published layout (or from the model.safetensors in it), strictly.
 
-    `dtype` None keeps the stored one (published files are float32). Other keywords (device_map, ...) go to from_pretrained.
-    The model comes back in eval mode. Raises ModelError that names each weight that is missing, unknown or of the wrong
-    shape, before any weight is read.
+    `dtype` None keeps the stored one (published files are float32). Other keywords (device_map, ...) go to
+    from_pretrained. The model comes back in eval mode. Raises ModelError that names each weight that is
+    missing, unknown or of the wrong shape, before any weight is read.
     """
     folder = Path(path)
     if folder.is_file():
@@ -44,7 +45,8 @@ def load_llamba(path: str | Path, dtype: torch.dtype | str | None = None, **kwar
         raise ModelError(f"{folder} holds no config.json, so it is not a Llamba checkpoint.")
     if not is_llamba(folder):
         raise ModelError(
-            f"{config_path} does not describe a Llamba: its model_type must be 'llamba', with d_model, ssm_cfg and mlp_cfg."
+            f"{config_path} does not describe a Llamba: its model_type must be 'llamba', or else its "
+            "keys must include d_model, n_layer, ssm_cfg and mlp_cfg."
         )
     config = LlambaConfig.from_pretrained(folder)
     check_weights(config, stored_shapes(folder), str(folder))
@@ -54,7 +56,7 @@ def load_llamba(path: str | Path, dtype: torch.dtype | str | None = None, **kwar
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every stored weight, read from the headers of model.safetensors or of the shards in its index."""
+    """Name and shape of every stored weight, read from the headers of the file or shards."""
     files = [folder / _WEIGHTS]
     if not files[0].is_file():
         index = folder / _INDEX

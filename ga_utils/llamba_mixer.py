@@ -1,14 +1,14 @@
 """How does one Llamba layer mix tokens, exactly, on any device?
 
-The mixer is the discrete Mamba-2 of the Llamba checkpoints: one decay per head and step, no step size on the input,
-a short convolution without nonlinearity, and a gate just before the output projection. For every head
+The mixer is the discrete Mamba-2 of the Llamba checkpoints: one decay per head and step, no step size on the
+input, a short convolution without nonlinearity, and a gate just before the output projection. For every head
 
-    S_t = exp(log_decay_t) S_{t-1} + x_t B_t^T        y_t = S_t C_t + D x_t        out = out_proj(y * silu(z + z_bias))
+    S_t = exp(log_decay_t) S_{t-1} + x_t B_t^T,    y_t = S_t C_t + D x_t,    out = out_proj(y * silu(z +
+    z_bias))
 
 Axis letters: b batch, t tokens, h heads, p channels of a head, n state width, w width of the convolution.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import say_once
+from .llamba_cache import LayerState
 
 BLOCK = 64  # tokens in one block of the chunked scan: it changes the speed, never the result
 QUADRATIC_MAX = 128  # up to here the whole [t, t] matrix costs less than the block decomposition
@@ -27,7 +28,11 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Padding(NamedTuple):
-    """Where the real tokens of a batch are. `order` moves each row's real tokens to its front, `back` undoes it."""
+    """Where the real tokens of a batch are: `order` moves those of each row to its front, `back` undoes it.
+
+    A captured mixer call carries it as `padding`; to make one from an attention mask, use
+    `padding_from_mask`.
+    """
 
     real: Tensor  # [b, t] bool
     order: Tensor  # [b, t] long
@@ -43,18 +48,11 @@ def padding_from_mask(mask: Tensor | None) -> Padding | None:
     return Padding(real, order, order.argsort(dim=1), real.sum(1))
 
 
-@dataclass
-class LayerState:
-    """What one mixer remembers: `conv` [b, w-1, channels] (last real inputs) and `ssm` [b, h, p, n] (float32 or 64)."""
-
-    conv: Tensor | None = None
-    ssm: Tensor | None = None
-
-
 def segment_sums(log_decay: Tensor) -> Tensor:
     """[..., t] -> [..., t, t] with entry [t, s] = sum of log_decay over s < k <= t, and -inf where s > t.
 
-    Each entry is summed by itself: the difference of two long cumulative sums would lose the digits of short spans.
+    Each entry is summed by itself: the difference of two long cumulative sums would lose a short span's
+    digits.
     """
     t = log_decay.shape[-1]
     on_or_below = torch.ones(t, t, dtype=torch.bool, device=log_decay.device).tril()
@@ -71,7 +69,8 @@ def _within(x: Tensor, B: Tensor, C: Tensor, log_decay: Tensor) -> tuple[Tensor,
 def scan_quadratic(x: Tensor, B: Tensor, C: Tensor, log_decay: Tensor, initial: Tensor | None = None):
     """The recurrence as one lower-triangular matrix per head, y = ((C B^T) * decay) x.
 
-    x [b, t, h, p]; B, C [b, t, h, n]; log_decay [b, t, h]; initial [b, h, p, n] -> y [b, t, h, p], state [b, h, p, n].
+    x [b, t, h, p]; B, C [b, t, h, n]; log_decay [b, t, h]; initial state [b, h, p, n]
+    -> y [b, t, h, p], last state [b, h, p, n].
     """
     x, B, C, log_decay = (v.transpose(1, 2) for v in (x, B, C, log_decay))
     y, state = _within(x, B, C, log_decay)
@@ -84,7 +83,7 @@ def scan_quadratic(x: Tensor, B: Tensor, C: Tensor, log_decay: Tensor, initial: 
 def scan_chunked(
     x: Tensor, B: Tensor, C: Tensor, log_decay: Tensor, initial: Tensor | None = None, block: int = BLOCK
 ):
-    """The same recurrence cut into blocks: the quadratic form inside each, and one state handed from block to block.
+    """The same recurrence cut into blocks: the quadratic form inside each, and a state handed on.
 
     Shapes as in `scan_quadratic`; the cost grows with t * block instead of t * t.
     """
@@ -108,7 +107,7 @@ def scan_chunked(
 
 
 def triton_scan():
-    """mamba-ssm's `mamba_chunk_scan_combined`, or None (said once) where it is not installed or cannot be imported."""
+    """mamba-ssm's `mamba_chunk_scan_combined`, or None (said once) where it cannot be imported."""
     try:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
     except ImportError as error:
@@ -129,10 +128,11 @@ def scan_triton(
     initial: Tensor | None = None,
     block: int = 128,
 ):
-    """The same recurrence in mamba-ssm's Triton kernel; shapes as in `scan_quadratic`, x, B and C in bfloat16.
+    """The same recurrence in mamba-ssm's Triton kernel, shapes as in `scan_quadratic`; x, B, C are bfloat16.
 
-    The kernel multiplies its input by a step size that also sets the decay (A = -1), so x is divided by it first.
-    The floor keeps that division finite where a token decays nothing (padding); a real token's decay is 1 there too.
+    The kernel multiplies its input by a step size that also sets the decay (A = -1), so x is divided by it
+    first. The floor keeps that division finite where nothing decays (padding), and exp(-floor) is 1 all the
+    same.
     """
     step = (-log_decay).clamp_min(1e-30)
     decay_rate = -torch.ones(x.shape[2], device=x.device, dtype=step.dtype)
@@ -189,7 +189,7 @@ class LlambaMixer(nn.Module):
     def forward(
         self, hidden_states: Tensor, padding: Padding | None = None, state: LayerState | None = None
     ) -> Tensor:
-        """hidden_states [b, t, d_model] (already normed) -> [b, t, d_model]; `state`, when given, is moved on."""
+        """hidden_states [b, t, d_model] (already normed) -> [b, t, d_model]; a given `state` is moved on."""
         x, B, C, log_decay, z = self.project(hidden_states, padding, state)
         y = self.scan(x, B, C, log_decay, state)
         y = y + self.D.to(y.dtype).unsqueeze(-1) * x
@@ -201,9 +201,9 @@ class LlambaMixer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The tensors that the scan uses, after the convolution: x, B, C, log_decay, z.
 
-        Takes what `forward` takes. x [b, t, h, p]; B, C [b, t, h, n]; log_decay [b, t, h] = -softplus(a), float32 (or
-        float64); z [b, t, h*p], the gate before its bias. Padded tokens have x, B and log_decay zero: they add nothing
-        to the state and let it pass unchanged. With `state`, its `conv` is moved on by these tokens.
+        Takes what `forward` takes. x [b, t, h, p]; B, C [b, t, h, n]; log_decay [b, t, h] = -softplus(a),
+        float32 (or float64); z [b, t, h*p], the gate before its bias. Padded tokens have x, B and log_decay
+        zero: they add nothing to the state and let it pass unchanged. With `state`, its `conv` is moved on.
         """
         xBC, z, a = self.in_proj(hidden_states).split([self.conv_dim, self.d_inner, self.n_heads], dim=-1)
         xBC = self._short_conv(xBC, padding, state)
@@ -218,9 +218,10 @@ class LlambaMixer(nn.Module):
     def scan(
         self, x: Tensor, B: Tensor, C: Tensor, log_decay: Tensor, state: LayerState | None = None
     ) -> Tensor:
-        """y [b, t, h, p] of the recurrence without the D term, in float32 (float64 for float64); shapes as `project`.
+        """y [b, t, h, p] of the recurrence without the D term; float32, or float64 for float64.
 
-        With `state`, the scan starts from its `ssm` and leaves the last one there.
+        Takes what `project` gives. With `state`, the scan starts from its `ssm` and leaves the last one
+        there.
         """
         initial = None if state is None else state.ssm
         t = x.shape[1]
@@ -230,8 +231,8 @@ class LlambaMixer(nn.Module):
         elif x.is_cuda and self.use_kernel and x.dtype != torch.bfloat16:
             say_once(
                 "llamba-kernel-dtype",
-                f"Llamba in {x.dtype} runs the pure torch scan on the GPU: the Triton kernel would round a float32 "
-                "model to TF32 and can overflow in float16, so it is kept for bfloat16.",
+                f"Llamba in {x.dtype} runs the pure torch scan on the GPU: the Triton kernel would round a "
+                "float32 model to TF32 and can overflow in float16, so it is kept for bfloat16.",
             )
         if kernel is not None:
             say_once("llamba-kernel", "Llamba runs mamba-ssm's Triton scan on this GPU.")
@@ -246,7 +247,7 @@ class LlambaMixer(nn.Module):
         return y
 
     def _short_conv(self, xBC: Tensor, padding: Padding | None, state: LayerState | None) -> Tensor:
-        """Causal depthwise convolution [b, t, channels] over real tokens only, as if the padding were not there."""
+        """Causal depthwise convolution [b, t, channels] over the real tokens, as if no padding were there."""
         b, t, channels = xBC.shape
         if padding is not None:
             xBC = _take(xBC, padding.order)
