@@ -93,15 +93,14 @@ class Family:
         zero = output == 0
         return torch.where(zero, 0.0, projected / torch.where(zero, 1.0, output))
 
-    def bytes_needed(
-        self, site: HeadSite, batch: int, length: int, n_heads: int, n_rows: int, itemsize: int
-    ) -> int:
-        """Peak temporary memory in bytes of `matrix` (n_rows = length) or `rows` for `n_heads` heads at once.
+    def bytes_needed(self, cap: Captured, n_heads: int, n_rows: int) -> int:
+        """Peak memory in bytes of `matrix` (n_rows = length) or `rows` for `n_heads` heads, result included.
 
-        Does not count the result itself; itemsize is 4, or 8 for a float64 model. The public functions take
-        few heads at a time if this is large. Override where a family needs more than three temporaries.
+        The public functions take few heads at a time if this is large. Override where four tensors of the
+        result's size are not enough.
         """
-        return 3 * batch * n_heads * n_rows * length * itemsize
+        size = wide_dtype(cap.output.dtype).itemsize
+        return 4 * cap.output.shape[0] * n_heads * n_rows * cap.length * size
 
 
 FAMILIES: dict[str, Family] = {}
