@@ -8,8 +8,9 @@ example ``L17.mamba2.H3``, names the other.
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from .errors import HeadError
@@ -25,6 +26,15 @@ class Head:
     layer: int
     index: int
     mixer: str | None = None
+
+    def __post_init__(self) -> None:
+        layer, index = as_integer(self.layer), as_integer(self.index)
+        if layer is None or index is None:
+            raise HeadError(f"({self.layer!r}, {self.index!r}) is not a head: {_FORMS}.")
+        if min(layer, index) < 0:  # a negative index would name an empty slice of channels, without an error
+            raise HeadError(f"({layer}, {index}) is not a head: layers and heads are counted from 0.")
+        object.__setattr__(self, "layer", layer)
+        object.__setattr__(self, "index", index)
 
     def __str__(self) -> str:
         return f"L{self.layer}.{self.mixer}.H{self.index}" if self.mixer else f"L{self.layer}H{self.index}"
@@ -55,12 +65,14 @@ def _parse(item: object) -> Iterable[Head]:
             if not match:
                 raise HeadError(f"{name!r} is not the name of a head: {_FORMS}.")
             yield Head(int(match[1]), int(match[3]), match[2].lower() if match[2] else None)
-    elif isinstance(item, Iterable) and not isinstance(item, (bytes, dict)):
+    elif isinstance(item, Iterable) and not isinstance(item, (bytes, bytearray, Mapping)):
+        if getattr(item, "ndim", 1) == 0:  # a single number of numpy or torch says that it is iterable
+            raise HeadError(f"{item!r} is not a head: {_FORMS}.")
         parts = list(item)
-        if len(parts) == 2 and all(_is_int(p) for p in parts):
-            if min(parts) < 0:
-                raise HeadError(f"{tuple(parts)!r} is not a head: layers and heads are counted from 0.")
-            yield Head(int(parts[0]), int(parts[1]))
+        if parts and all(as_integer(p) is not None for p in parts):
+            if len(parts) != 2 or isinstance(item, Set):  # a set has no order
+                raise HeadError(f"{item!r} is not a head: {_FORMS}.")
+            yield Head(*parts)
         else:
             for part in parts:
                 yield from _parse(part)
@@ -68,6 +80,11 @@ def _parse(item: object) -> Iterable[Head]:
         raise HeadError(f"{item!r} is not a head: {_FORMS}.")
 
 
-def _is_int(value: object) -> bool:
-    # numpy and torch integers count; True and 1.0 do not
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+def as_integer(value: object) -> int | None:
+    """`value` as an int if it is one number of an integer type, numpy's and torch's included; None for True or 1.0."""
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool") or getattr(value, "ndim", 0):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
