@@ -200,7 +200,8 @@ def main() -> None:
 
     Exit status: 0 done, 1 a notebook or a check failed, 2 bad input or a book with warnings, 130 interrupted.
     """
-    signal.signal(signal.SIGTERM, _interrupt)  # a scheduler's stop is as orderly as Ctrl-C
+    for stop in {"SIGTERM", "SIGHUP"} & set(dir(signal)):  # a scheduler's stop is as orderly as Ctrl-C
+        signal.signal(getattr(signal, stop), _interrupt)
     try:
         app(prog_name="ga")
     except GAError as error:

@@ -192,6 +192,7 @@ def _papermill(request: dict[str, Any], root: Path, environment: dict[str, str])
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C comes to this process alone, which stops the child in order
     )
     said = bytearray()
     try:
@@ -206,11 +207,13 @@ def _papermill(request: dict[str, Any], root: Path, environment: dict[str, str])
         if sys.stderr.isatty():
             sys.stderr.write("\n")
         return child.wait(), _ANSI.sub("", said.decode(errors="replace"))
-    except BaseException:  # Ctrl-C reaches the child too: let it stop its kernel, and insist if it does not
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=5)
-        child.kill()
-        child.wait()
+    except BaseException:
+        child.terminate()  # its kernel watches it, and ends when it does
+        try:
+            child.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
         raise
     finally:
         child.stderr.close()

@@ -331,9 +331,7 @@ def test_the_code_hash_follows_imports():
     [
         ({"heads": "class Head:\n    'another docstring'\n    # a comment\n    x = (1)"}, True),
         (
-            {
-                "sites": '"""What?"""\nfrom .heads import Head\n\n\ndef find():\n    """Why."""\n    return 1  # so\n'
-            },
+            {"sites": '"""Where?"""\nfrom .heads import Head\n\ndef find():\n    """Why."""\n    return 1'},
             True,
         ),
         ({"base": "class Task: x = 1"}, False),
@@ -383,7 +381,8 @@ def test_the_folder_hash_covers_data_and_not_comments(tmp_path):
 
 HOLDER = """
 import sys, filelock
-filelock.FileLock(sys.argv[1]).acquire()
+lock = filelock.FileLock(sys.argv[1])
+lock.acquire()
 print("held", flush=True)
 sys.stdin.read()
 """
