@@ -92,7 +92,7 @@ def plain(forward: Forward, rows: list[tuple[Tree, Node]]) -> None:
     for r, (tree, leaf) in enumerate(rows):
         for d in range(len(leaf) + 1):
             if leaf[:d] not in tree.greedy:
-                reads.setdefault((tree.number, leaf[:d]), (r, d, tree, leaf[:d]))
+                reads.setdefault((id(tree), leaf[:d]), (r, d, tree, leaf[:d]))
     _read(logits, list(reads.values()))
 
 
@@ -115,8 +115,7 @@ def walk(forward: Forward, trees: list[Tree], mask_steps: bool, limit: Limit) ->
 def _descend(
     forward: Forward, cache, steps: list[tuple[int, Tree, Node]], past: int, mask: bool, limit: Limit
 ) -> None:
-    """Step every (row of the cache, tree, node), then the nodes below; a branch takes its own copy of the
-    cache."""
+    """Step every (row of the cache, tree, node), then the nodes below each."""
     most = max(1, limit.tokens * 2 // past) if limit.rows is None else max(limit.rows, 1)
     for start in range(0, len(steps), most):
         part = steps[start : start + most]

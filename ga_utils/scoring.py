@@ -170,9 +170,8 @@ def _check_length(lm: LanguageModel, encoded: EncodedTask) -> None:
     need = encoded.items[longest].longest
     if limit is not None and need > limit:
         raise TaskError(
-            f"Example {longest} of task {encoded.task.name!r} needs {need} tokens with its longest "
-            f"candidate, but the model takes {limit}; use shorter prompts (fewer pairs) or a model with a longer "
-            "context."
+            f"Example {longest} of task {encoded.task.name!r} has {need} tokens with its longest candidate, "
+            f"but the model takes {limit}; use shorter prompts (fewer pairs) or a longer context."
         )
 
 

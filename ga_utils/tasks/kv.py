@@ -12,7 +12,6 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from importlib import resources
 
 from ga_utils.errors import TaskError
@@ -21,6 +20,10 @@ from ga_utils.tasks.tokens import encode_examples
 
 VALUES: dict[str, range] = {"0-99": range(100), "10-99": range(10, 100), "0-9": range(10)}
 MAX_PAIRS = 100
+DAY = "26 Jul 2024"  # the date that Llama 3.1's template falls back to
+FIXED_DATE = (
+    "{%- macro strftime_now(form) %}" + DAY + "{% endmacro %}"
+)  # hides the clock that templates may ask
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,12 @@ def chat_example(tokenizer, example: Example) -> Example:
         raise TaskError(
             "chat=True needs a tokenizer with a chat template; this one has none, so use chat=False."
         )
-    day = datetime(2024, 7, 26)
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": example.prompt}],
+        chat_template=FIXED_DATE + tokenizer.get_chat_template(),
         tokenize=False,
         add_generation_prompt=True,
-        date_string=day.strftime("%d %b %Y"),
-        strftime_now=day.strftime,
+        date_string=DAY,
     )
     if text.count(example.prompt) != 1:
         raise TaskError(
