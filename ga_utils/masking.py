@@ -5,12 +5,13 @@ pre-hooks. No weight is touched: Zamba2 uses one attention block's weights at ma
 would switch the head off at all of them. Masks nest, leave the hooks of others alone and are gone after the block,
 also after an exception.
 
-Positions are counted in an example's own tokens, so they mean the same under left padding, right padding and none:
+Positions are counted in the tokens of an example's own prompt (`positions.py`), so they mean the same under left
+padding, right padding and none:
 
     all      every position (the paper's protocol, which zeroes columns of the output projection)
     last     the last token of the prompt: the position that an Aggregate head reads from
     answer   the last token of the prompt and every later one: each position that predicts a token of the answer
-    lists    one list of token positions for each example of the batch, negative ones from the end
+    lists    one list of positions for each example of the batch, negative ones from the prompt's end
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .errors import GAError, HeadError, ModelError
+from .errors import GAError, ModelError
 from .heads import Head, parse_heads
-from .language_model import LanguageModel, Layout
+from .language_model import LanguageModel
+from .positions import _NO_COPY, Positions, Where
 from .sites import HeadSite, resolve
-
-Positions = str | Sequence[Sequence[int]] | None
 
 
 @contextlib.contextmanager
@@ -46,29 +46,34 @@ def mask_heads(
     - "zero": nothing (the paper, section 4);
     - "mean": the head's mean output over the real tokens of the `reference` prompts (over their last tokens where
       positions is "last" or "answer");
-    - "resample": the head's output on another prompt, at the same position: `reference` holds one prompt for each
-      example, in the examples' order.
+    - "resample": the head's output on another prompt, at the same position (at its last token where positions is
+      "last" or "answer"): `reference` holds one prompt for each example, in the examples' order.
 
-    Raises `HeadError` for a head that does not exist (naming what does) or a position outside an example, and
-    `ModelError` if the model ran but never called a masked projection as a module (a fused kernel did its work): such
-    a mask would have done nothing. Warns if a mask changed nothing. Reference activations are measured on entry, with
-    outer masks in force.
+    Raises `HeadError` for a head that does not exist (naming what does), for a position outside a prompt and where
+    positions cannot be told, and `ModelError` if a forward pass did not call a masked projection as a module (a
+    fused kernel did its work): that mask would have done nothing. Warns if the mask at a site changed nothing.
+    Reference activations are measured on entry, with outer masks in force. The model must not be copied inside the
+    block.
     """
     chosen = _by_site(lm, parse_heads(heads))
-    if lm.model.training:
-        raise ModelError("The model is in training mode, where fused kernels can pass masks by: call model.eval() first.")
+    if lm.model.training or any(site.mixer.training for site in chosen):
+        raise ModelError(
+            "The model is in training mode, where fused kernels can pass masks by: call model.eval() first."
+        )
     if fill not in ("zero", "mean", "resample"):
         raise GAError(f"fill={fill!r} is unknown: use 'zero', 'mean' or 'resample'.")
     if (fill == "zero") != (reference is None):
         need = "takes no reference prompts" if fill == "zero" else "needs reference prompts (reference=[...])"
         raise GAError(f"fill={fill!r} {need}.")
-    where = _Where(lm, positions)
+    where = Where(lm, positions, indexed=fill == "resample")
     masks = [_SiteMask(s, i, where) for s, i in chosen.items()]
-    if fill != "zero" and masks:
-        _measure_fills(lm, masks, fill, list(reference), where)
-    handles = [lm.backbone.register_forward_pre_hook(where.on_forward, with_kwargs=True)]
-    handles += [m.site.proj.register_forward_pre_hook(m) for m in masks]
+    if fill != "zero":
+        _measure_fills(lm, masks, fill, _prompts(reference), where)
+    handles = []
     try:
+        handles.append(lm.backbone.register_forward_pre_hook(where.before_forward, with_kwargs=True))
+        handles.append(lm.backbone.register_forward_hook(where.after_forward))
+        handles += [m.site.proj.register_forward_pre_hook(m) for m in masks]
         yield
         for m in masks:
             m.report(where.calls)
@@ -84,65 +89,10 @@ def _by_site(lm: LanguageModel, heads: tuple[Head, ...]) -> dict[HeadSite, list[
     return {site: sorted(set(indices)) for site, indices in chosen.items()}
 
 
-class _Where:
-    """Which positions of the forward call in progress are masked: None for all, else a boolean tensor [b, t]."""
-
-    def __init__(self, lm: LanguageModel, positions: Positions):
-        if isinstance(positions, str) and positions not in ("all", "last", "answer"):
-            raise HeadError(f"positions={positions!r} is unknown: use 'all', 'last', 'answer' or one list for each example.")
-        if positions is not None and not isinstance(positions, str):
-            positions = [list(p) if isinstance(p, (list, tuple, range)) else p for p in positions]
-            if not all(isinstance(p, list) and all(isinstance(i, int) for i in p) for p in positions):
-                raise HeadError("positions as lists must be one list of integers for each example of the batch.")
-        self.lm, self.positions = lm, "all" if positions is None else positions
-        self.calls = 0
-        self.mask: Tensor | None = None
-        self.index: Tensor | None = None  # [b, t] position of each column in its example, -1 at pads
-        self.rows: list[int] = []
-        self._moved: dict[torch.device, Tensor] = {}
-
-    def on_forward(self, module, args, kwargs) -> None:
-        self.calls += 1
-        self._moved.clear()
-        layout = self.lm.layout or Layout()
-        real = real_tokens(self.lm, args, kwargs, strict=self.positions != "all")
-        past = torch.zeros(real.shape[0], 1, dtype=torch.long) if layout.past is None else layout.past.view(-1, 1).cpu()
-        index = real.long().cumsum(1) - 1 + past
-        self.index = torch.where(real, index, -1)
-        self.rows = list(range(real.shape[0])) if layout.rows is None else list(layout.rows)
-        self.mask = None if self.positions == "all" else self._masked(real, layout)
-
-    def _masked(self, real: Tensor, layout: Layout) -> Tensor:
-        total = self.index.amax(1, keepdim=True) + 1  # tokens of each example up to this call
-        if isinstance(self.positions, str):
-            ends = total - 1 if layout.prompt_ends is None else layout.prompt_ends.view(-1, 1).cpu()
-            return real & (self.index == ends if self.positions == "last" else self.index >= ends)
-        if max(self.rows) >= len(self.positions):
-            raise HeadError(
-                f"positions holds {len(self.positions)} lists, but the batch has an example {max(self.rows)} (of "
-                f"{len(self.rows)} rows): give one list for each example."
-            )
-        mask = torch.zeros_like(real)
-        for b, row in enumerate(self.rows):
-            n = int(total[b])
-            for p in self.positions[row]:
-                if not -n <= p < n:
-                    raise HeadError(f"Position {p} lies outside example {row}, which has {n} tokens.")
-                mask[b] |= self.index[b] == p % n
-        return mask
-
-    def on(self, device: torch.device) -> Tensor | None:
-        if self.mask is None:
-            return None
-        if device not in self._moved:
-            self._moved[device] = self.mask.to(device)
-        return self._moved[device]
-
-
 class _SiteMask:
     """The forward pre-hook of one site's output projection."""
 
-    def __init__(self, site: HeadSite, indices: list[int], where: _Where):
+    def __init__(self, site: HeadSite, indices: list[int], where: Where):
         self.site, self.indices, self.where = site, indices, where
         self.channels = torch.zeros(site.width, dtype=torch.bool)
         for i in indices:
@@ -151,10 +101,18 @@ class _SiteMask:
         self.seen, self.changed = 0, False
         self._moved: dict[tuple, Tensor] = {}
 
+    def __deepcopy__(self, memo: dict) -> _SiteMask:
+        raise ModelError(_NO_COPY)
+
     def __call__(self, module, args):
         x, *rest = args
         check_input(self.site, x)
         self.seen += 1
+        if self.where.indexed and self.where.index is None:
+            raise ModelError(
+                f"{type(self.site.mixer).__name__} ran outside a forward call of the model, so positions cannot be "
+                "told: call the model, or mask all positions."
+            )
         positions = self.where.on(x.device)
         if positions is not None:
             if positions.shape != x.shape[:2]:
@@ -183,10 +141,8 @@ class _SiteMask:
         fill = self._on("fill", self.fill, x)
         if fill.ndim == 1:
             return fill
-        rows = torch.tensor(self.where.rows, device=x.device)
-        if int(rows.max()) >= fill.shape[0]:
-            raise GAError(f"reference holds {fill.shape[0]} prompts, but the batch has an example {int(rows.max())}.")
-        fill = fill[rows]
+        self.where.require_rows(fill.shape[0], "reference prompts")
+        fill = fill[torch.tensor(self.where.rows, device=x.device)]
         if fill.shape[1] == 1:  # the reference's last token, wherever the mask lies
             return fill
         index = self.where.index.to(x.device)
@@ -207,6 +163,11 @@ class _SiteMask:
                 f"The mask on {names} was never reached: {type(self.site.mixer).__name__} does not call its output "
                 "projection as a module (a fused kernel may do its work)."
             )
+        if self.seen < calls:
+            raise ModelError(
+                f"The mask on {names} was reached in only {self.seen} of {calls} forward passes: "
+                f"{type(self.site.mixer).__name__} does not always call its output projection as a module."
+            )
         if calls and not self.changed:
             warnings.warn(
                 f"The mask on {names} changed nothing: the heads already held the fill value at the masked positions.",
@@ -224,35 +185,27 @@ def check_input(site: HeadSite, x: Tensor) -> None:
         )
 
 
-def real_tokens(lm: LanguageModel, args: tuple, kwargs: dict, strict: bool = True) -> Tensor:
-    """Which columns of a forward call hold real tokens: boolean [b, t], on the CPU.
-
-    Raises `HeadError` where that cannot be told and `strict` asks for it: a batch without an attention mask that
-    begins or ends with the pad token.
-    """
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    ids = kwargs.get("inputs_embeds") if ids is None else ids
-    attention = kwargs.get("attention_mask")
-    b, t = ids.shape[:2]
-    if isinstance(attention, Tensor) and attention.ndim == 2:
-        return attention[:, -t:].bool().cpu()
-    pad = lm.tokenizer.pad_token_id
-    if strict and b > 1 and ids.ndim == 2 and pad is not None and bool((ids[:, [0, -1]] == pad).any()):
-        raise HeadError(
-            "The batch holds pad tokens but came without an attention mask, so the examples' last tokens cannot be told: "
-            "pass attention_mask."
-        )
-    return torch.ones(b, t, dtype=torch.bool)
+def _prompts(reference: Sequence[str]) -> list[str]:
+    prompts = [] if isinstance(reference, str) else list(reference)
+    if not prompts or not all(isinstance(p, str) for p in prompts):
+        raise GAError(f"reference={reference!r:.60} must be a list of one prompt or more.")
+    return prompts
 
 
-def _measure_fills(lm: LanguageModel, masks: list[_SiteMask], fill: str, reference: list[str], where: _Where) -> None:
+def _measure_fills(
+    lm: LanguageModel, masks: list[_SiteMask], fill: str, reference: list[str], where: Where
+) -> None:
     """Run the reference prompts once and give each site its fill."""
     at_end = where.positions in ("last", "answer")
     kept: dict[HeadSite, list[Tensor]] = {m.site: [] for m in masks}
     for start in range(0, len(reference), 16):
         batch = lm.encode(reference[start : start + 16])
         real = batch["attention_mask"].bool().cpu()
-        with capture_inputs([m.site for m in masks]) as inputs, torch.no_grad():
+        if not real.any(1).all():
+            raise GAError(f"A reference prompt has no tokens: {reference[start + int(real.any(1).int().argmin())]!r}.")
+        # an outer mask sees each reference as the example that it stands for, and no layout of the caller's
+        rows = range(start, start + len(real)) if fill == "resample" else None
+        with capture_inputs([m.site for m in masks]) as inputs, torch.no_grad(), lm.asking(rows=rows):
             lm.model(**batch)
         for m in masks:
             x = inputs[m.site].cpu()
