@@ -57,10 +57,8 @@ def test_prompt_is_the_papers() -> None:
 
 def test_same_bytes_in_every_process() -> None:
     code = (
-        "import hashlib; from ga_utils.tasks import kv_task;"
-    asked = keys[example.answer]
-    tail = f"The value of the key '{asked}' is"
-    expected = ["Memorize the following dictionary:", *lines, tail]
+        "import hashlib; from ga_utils.tasks import kv_task; tasks = [kv_task(20, 9, 3),"
+        "kv_task(100, 2, 7, values='0-99')]; print(hashlib.sha256(repr(tasks).encode()).hexdigest())"
     )
     digests = set()
     for hash_seed in ("0", "1", "4242"):
