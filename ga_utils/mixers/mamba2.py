@@ -17,13 +17,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import pad, softplus
 
 from ..errors import GAError
 from ..sites import HeadSite
 from .base import Captured, Family, calls, causal, finish, namespace, pick, register, wide
 
-#: positions in one block of the matrix; changes speed, never the result
+#: largest block whose segment sums are taken one by one; changes speed, never the result
 BLOCK = 64
 _SCANS = ("mamba2_chunk_scan", "mamba_chunk_scan_combined")
 
@@ -33,41 +33,41 @@ def decayed_products(
 ) -> Tensor:
     """``M[t, s] = (c_t . b_s) scale_s exp(sum_{k=s+1..t} log_decay_k)`` for s <= t, exactly 0 above.
 
-    c, b ``[batch, g, t, n]``; scale (None for 1) and log_decay (<= 0) ``[batch, h, t]``; group: for each of the
-    h heads, its row of c and b. Returns ``[batch, h, t, s]`` in c's dtype (float32 or float64).
+    c, b ``[batch, g, t, n]``; scale (None for 1) and log_decay (<= 0) ``[batch, h, t]``; group: for each of
+    the h heads, its row of c and b. Returns ``[batch, h, t, s]`` in c's dtype (float32 or float64).
 
     Exact, and nearly as cheap as the product c b^T alone, because no exponential is taken on the square. The
-    columns are cut into blocks. Let e be a block's last position: for t > e the decay is the product of
-    exp(sum_{s+1..e}), a vector over the block's columns, and exp(sum_{e+1..t}), a vector over the rows below.
-    Both lie in (0, 1], so nothing overflows, and where one underflows so does the product. Inside a block the
-    segment sums are taken one by one under the mask. Every exponent is thus the float64 sum of the steps of its
-    own span, all of one sign, as in a masked segment sum over the whole square; no two running totals are ever
-    subtracted.
+    triangle is cut in halves: two triangles and the square below the one and beside the other. Let e be the
+    last position of the first half. For s <= e < t the decay is exp(sum_{s+1..e}), a vector over the
+    square's columns, times exp(sum_{e+1..t}), a vector over its rows. Both lie in (0, 1], so nothing
+    overflows, and where one underflows so does their product. In triangles of at most `BLOCK` positions the
+    segment sums are taken one by one under the mask. Every exponent is thus the float64 sum of the steps of
+    its own span, all of one sign, just as in a masked segment sum over the whole square; no two running
+    totals are ever subtracted. Decays beyond the reach of the dtype's digits are 0 (see `_decay`).
     """
-    length, n_heads = c.shape[2], len(group)
-    shared = b.shape[1] < n_heads
-    index = torch.as_tensor(list(group), device=c.device)
-    if not shared:
-        c, b = pick(c, group), pick(b, group)
+    c, b = pick(c, group), pick(b, group)
     steps = log_decay.double()
-    out = c.new_zeros(len(c), n_heads, length, length)
-    for start in range(0, length, BLOCK):
-        end = min(start + BLOCK, length)
-        inside = _decay(_segment_sums(steps[..., start:end]), c.dtype)  # [batch, h, end - start, end - start]
-        columns = inside[..., -1, :]
-        if scale is not None:
-            inside, columns = inside * scale[..., None, start:end], columns * scale[..., start:end]
-        products = c[:, :, start:end] @ b[:, :, start:end].mT
-        out[..., start:end, start:end] = (products[:, index] if shared else products) * inside
-        if end == length:
-            break
-        below = _decay(steps[..., end:].cumsum(-1), c.dtype)[..., None]
-        if shared:  # the heads of a group share one product, and each decays it in its own way
-            products = c[:, :, end:] @ b[:, :, start:end].mT
-            out[..., end:, start:end] = products[:, index] * below * columns[..., None, :]
-        else:
-            right = b[:, :, start:end] * columns[..., None]
-            out[..., end:, start:end] = (c[:, :, end:] * below) @ right.mT
+    out = c.new_zeros(len(c), len(group), c.shape[2], c.shape[2])
+
+    def fill(start: int, end: int) -> None:
+        if end - start <= BLOCK:
+            both = slice(start, end)
+            decay = _decay(_segment_sums(steps[..., both]), c.dtype)
+            decay = decay if scale is None else decay * scale[..., None, both]
+            out[..., both, both] = (c[:, :, both] @ b[:, :, both].mT) * decay
+            return
+        middle = (start + end) // 2
+        first, second = slice(start, middle), slice(middle, end)
+        fill(start, middle)
+        fill(middle, end)
+        to_middle = _decay(_reverse_sums(steps[..., first]), c.dtype)
+        to_middle = to_middle if scale is None else to_middle * scale[..., first]
+        from_middle = _decay(steps[..., second].cumsum(-1), c.dtype)
+        out[..., second, first] = (c[:, :, second] * from_middle[..., None]) @ (
+            b[:, :, first] * to_middle[..., None]
+        ).mT
+
+    fill(0, c.shape[2])
     return out
 
 
@@ -84,11 +84,13 @@ def decayed_rows(
     products = (c.gather(2, at) @ b.mT)[:, index]
     seen = torch.arange(c.shape[2], device=c.device) <= positions[..., None]  # [batch, r, s]
     steps = torch.where(seen[:, None], log_decay.double()[:, :, None], 0.0)
-    # sum over k >= s, less its first term, is the sum over k > s: shift before adding up, do not subtract
-    steps = torch.nn.functional.pad(steps[..., 1:], (0, 1))
-    sums = steps.flip(-1).cumsum(-1).flip(-1)
-    rows = products * _decay(torch.where(seen[:, None], sums, -torch.inf), c.dtype)
+    rows = products * _decay(torch.where(seen[:, None], _reverse_sums(steps), -torch.inf), c.dtype)
     return rows if scale is None else rows * scale[:, :, None]
+
+
+def _reverse_sums(steps: Tensor) -> Tensor:
+    """``[..., s]``: the sum of the steps after s, to the end. Shifted first: nothing is subtracted."""
+    return pad(steps[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
 
 
 def _segment_sums(steps: Tensor) -> Tensor:
@@ -100,8 +102,12 @@ def _segment_sums(steps: Tensor) -> Tensor:
 
 
 def _decay(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp(exponent) in `dtype`; 0, with gradient 0, for -inf and where it would be denormal."""
-    keep = exponent > math.log(torch.finfo(dtype).tiny)
+    """exp(exponent) in `dtype`; 0, with gradient 0, for -inf and below 1e-17 (1e-152 in float64).
+
+    The product of two such factors, or of one with small c and b, would be denormal. Processors take a hundred
+    times as long over denormal numbers, and next to the diagonal's decay of 1 they are beyond all digits.
+    """
+    keep = exponent > math.log(torch.finfo(dtype).tiny) / 2 + 4
     return torch.where(keep, torch.where(keep, exponent, 0.0).exp(), 0.0).to(dtype)
 
 

@@ -159,17 +159,27 @@ def visit(
 ) -> None:
     """Run the model on `batch` and call ``see(captured)`` for each site when its layer is done.
 
-    Raises `GAError` for a model in training mode (dropout, and fused kernels that bypass the projection) and for
-    a mixer whose computation was not seen.
+    Raises `GAError` for a model in training mode (dropout, and fused kernels that bypass the projection) and
+    for a mixer whose computation was not seen.
     """
-    if lm.model.training:
-        raise GAError(
-            "The model is in training mode, where dropout changes its mixers: call model.eval() first."
-        )
     args: dict[str, Any] = dict(batch)
     if "use_cache" in inspect.signature(lm.backbone.forward).parameters:
         args["use_cache"] = False
-    real = batch["attention_mask"].bool()
+    with watching(lm, sites, batch["attention_mask"].bool(), see), torch.set_grad_enabled(grad):
+        # the backbone alone: logits over the vocabulary would be the largest tensor of all
+        lm.backbone(**args)
+
+
+@contextlib.contextmanager
+def watching(
+    lm: LanguageModel, sites: Sequence[HeadSite], real: Tensor, see: Callable[[Captured], None]
+) -> Iterator[None]:
+    """Within the block, call ``see(captured)`` for each site when its layer has run; one forward pass.
+
+    Nothing that the model computes is changed. real ``[b, t]``: False at pads. Raises as `visit`.
+    """
+    if lm.model.training:
+        raise GAError("The model is in training mode, where dropout changes its mixers: call model.eval() first.")
     seen: set[HeadSite] = set()
 
     def report(cap: Captured) -> None:
@@ -183,12 +193,12 @@ def visit(
         seen.add(cap.site)
         see(cap)
 
-    with contextlib.ExitStack() as stack, torch.set_grad_enabled(grad):
+    with contextlib.ExitStack() as stack:
         layers = find_layers(lm.model)[1]
         for index in sorted({s.layer for s in sites}):
             here = [s for s in sites if s.layer == index]
             stack.enter_context(_layer_watched(layers[index], here, report))
-        lm.backbone(**args)
+        yield
     missed = [s for s in sites if s not in seen]
     if missed:
         raise GAError(f"The forward pass never ran {missed[0].path}, so its matrices are not available.")
