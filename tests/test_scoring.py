@@ -305,6 +305,22 @@ def test_masks_mean_the_same_on_both_paths(name: str, positions: str, monkeypatc
     assert np.abs(walked.logprobs - score(lm, task).logprobs).max() > 1e-3
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+def test_last_means_the_prompts_last_token(trusted: bool, monkeypatch) -> None:
+    lm, task = lm_of("llama"), kv_task(5, 3, 0, values="10-99")
+    if not trusted:
+        monkeypatch.setattr("ga_utils.candidates.INEXACT", {"llama": "a test says so"})
+        monkeypatch.setitem(errors.__dict__, "_said", {"scoring.cache.llama"})
+    ends = [[len(item.context) - 1] for item in encode(lm.tokenizer, task).items]
+    with mask_heads(lm, "L1H0,L2H3", positions="last"):
+        last = score(lm, task)
+    with mask_heads(lm, "L1H0,L2H3", positions=ends):
+        counted_out = score(lm, task, batch_size=2)
+    assert last.cached is trusted
+    np.testing.assert_allclose(last.logprobs, counted_out.logprobs, rtol=0, atol=1e-4)
+    assert np.abs(last.logprobs - score(lm, task).logprobs).max() > 1e-2
+
+
 def test_full_vocabulary_asks_more_than_the_candidates() -> None:
     lm = lm_of("llama")
     head = lm.model.lm_head
