@@ -6,6 +6,7 @@ with pickle can run code when they are opened.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -43,10 +44,7 @@ def folder_files(path: Path) -> Files:
     config = path / "config.json"
     if not config.is_file():
         raise ModelError(f"The folder {path} is no model: it has no config.json.")
-    try:
-        json.loads(config.read_text())
-    except ValueError as error:
-        raise ModelError(f"{config} is not valid JSON: {error}.") from error
+    _read_json(config)
     for file in weight_files(path):
         if not (path / file).is_file():
             raise ModelError(f"The folder {path} is not whole: its index names {file}, which is missing.")
@@ -57,7 +55,10 @@ def weight_files(path: Path) -> list[str]:
     """Names of the safetensors files of the model in `path`, by its index where it has one."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = _read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise ModelError(f"{index} is no index of weights: it has no weight_map.")
+        return sorted({str(name) for name in names.values()})
     if (path / "model.safetensors").is_file():
         return ["model.safetensors"]
     if list(path.glob("*.bin")) or list(path.glob("*.pt")) or list(path.glob("*.pth")):
@@ -66,6 +67,16 @@ def weight_files(path: Path) -> list[str]:
             "code: save it again with model.save_pretrained(...), which writes safetensors."
         )
     raise ModelError(f"The folder {path} is no model: it has a config.json but no safetensors weights.")
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(content).__name__}.")
+    return content
 
 
 def hub_files(repo: str, revision: str | None, gated: bool = False) -> Files:
@@ -198,6 +209,7 @@ def packaged_files(spec: ModelSpec) -> Files:
     except OSError as error:
         say_once(f"cache {root}", f"The cache folder {root} cannot be written ({error}); {spec.name} is converted anew.")
         temporary = Path(tempfile.mkdtemp(prefix="ga-"))
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
         _dequantise(file, temporary)
         return Files(temporary, source, digest)
     try:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,12 +18,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from . import kernels
 from .errors import GAError, ModelError
 from .heads import Head
 from .sites import HeadSite, find_sites, resolve
 
-#: packages whose CUDA kernels transformers uses when they are installed
-_KERNELS = {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention"}
+#: what the next forward calls of a model are; kept by model, since two LanguageModels may share one
+_layouts: weakref.WeakKeyDictionary[nn.Module, Layout] = weakref.WeakKeyDictionary()
+#: parts of a configuration that say where or how a model was stored, not what it computes
+_NOT_THE_MODEL = ("architectures", "dtype", "torch_dtype", "transformers_version")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class LanguageModel:
     source: str = "memory"
     revision: str | None = None
     sites: tuple[HeadSite, ...] = field(default=(), repr=False)
-    layout: Layout | None = field(default=None, repr=False)
+    _hashed: tuple | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.sites = self.sites or find_sites(self.model)
@@ -95,17 +98,29 @@ class LanguageModel:
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
+    def layout(self) -> Layout | None:
+        """What the columns of the next forward calls are, inside a block of `asking`."""
+        return _layouts.get(self.model)
+
+    @property
     def pad_id(self) -> int:
-        """The id that fills padded columns; any id does, since padding is masked."""
+        """The id that fills padded columns; any id that the model has does, since padding is masked."""
+        known = self.model.get_input_embeddings().weight.shape[0]
         for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if token is not None:
+            if token is not None and token < known:
                 return token
         return 0
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
-        """sha256 over the names, shapes and bytes of all weights and buffers, and the configuration's numbers."""
-        return _fingerprint(self.model)
+        """sha256 over the names, shapes and bytes of all weights and buffers, and the configuration's numbers.
+
+        Computed anew when the weights have changed: a record of edited weights must not pass for one of the intact.
+        """
+        state = _state(self.model)
+        if self._hashed is None or self._hashed[0] != state:
+            self._hashed = (state, _fingerprint(self.model))
+        return self._hashed[1]
 
     @functools.cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -125,6 +140,8 @@ class LanguageModel:
 
     def encode(self, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Token ids and attention mask ``[b, t]`` of prompts, padded on the right, with the tokenizer's special tokens."""
+        if isinstance(prompts, str) or not prompts or not all(isinstance(p, str) for p in prompts):
+            raise GAError(f"prompts={prompts!r:.60} must be a list of one prompt or more.")
         ids = [self.tokenizer(p)["input_ids"] for p in prompts]
         longest = max(map(len, ids))
         out = torch.full((len(ids), longest), self.pad_id)
@@ -138,11 +155,15 @@ class LanguageModel:
         self, prompt_ends: Tensor | None = None, past: Tensor | None = None, rows: Sequence[int] | None = None
     ) -> Iterator[None]:
         """Say what the columns of the forward calls inside the block are (see `Layout`), for masks that need it."""
-        before, self.layout = self.layout, Layout(prompt_ends, past, rows)
+        before = self.layout
+        _layouts[self.model] = Layout(prompt_ends, past, rows)
         try:
             yield
         finally:
-            self.layout = before
+            if before is None:
+                del _layouts[self.model]
+            else:
+                _layouts[self.model] = before
 
     def describe(self) -> dict[str, object]:
         """Everything about the model that a measurement depends on, as plain JSON values; part of each record's key."""
@@ -159,14 +180,8 @@ class LanguageModel:
         }
 
     def kernels(self) -> list[str]:
-        """Fast-kernel packages that transformers uses for this model, with versions; none on the CPU."""
-        if self.device.type != "cuda":
-            return []
-        found = []
-        for module, package in _KERNELS.items():
-            if importlib.util.find_spec(module):
-                found.append(f"{package} {importlib.metadata.version(package)}")
-        return found
+        """Fast-kernel packages that the model's code calls, with versions; none on the CPU."""
+        return kernels.versions(kernels.bound(self.model)) if self.device.type == "cuda" else []
 
 
 def wrap(model: nn.Module, tokenizer: object, name: str = "model", title: str | None = None) -> LanguageModel:
@@ -175,13 +190,39 @@ def wrap(model: nn.Module, tokenizer: object, name: str = "model", title: str | 
     return LanguageModel(model, tokenizer, name, title or name)
 
 
-def _fingerprint(model: nn.Module) -> str:
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     meta = [n for n, t in tensors.items() if t.device.type == "meta"]
     if meta:
         raise ModelError(
-            f"{meta[0]} is offloaded, so the weights cannot be fingerprinted: load the model on devices that hold it whole."
+            f"{meta[0]} is offloaded, so the weights cannot be fingerprinted: load the model on devices that hold it "
+            "whole."
         )
+    return tensors
+
+
+@torch.no_grad()
+def _state(model: nn.Module) -> tuple:
+    """Changes when weights do: versions show edits in place, and sums those through ``.data``, which hide from them."""
+    tensors = _tensors(model)
+    sums = [t.sum(dtype=torch.float32 if t.is_floating_point() else None) for t in tensors.values()]
+    versions = [(n, id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for n, t in tensors.items()]
+    return repr(versions), repr([s.item() for s in sums]), _config_text(model)
+
+
+def _config_text(model: nn.Module) -> str:
+    def keep(config: dict) -> dict:
+        return {
+            k: keep(v) if isinstance(v, dict) else v
+            for k, v in sorted(config.items(), key=lambda kv: str(kv[0]))
+            if not str(k).startswith("_") and k not in _NOT_THE_MODEL
+        }
+
+    return repr(keep(model.config.to_dict()))
+
+
+def _fingerprint(model: nn.Module) -> str:
+    tensors = _tensors(model)
 
     def digest(item: tuple[str, Tensor]) -> str:
         name, tensor = item
@@ -190,8 +231,7 @@ def _fingerprint(model: nn.Module) -> str:
 
     with ThreadPoolExecutor() as pool:
         parts = list(pool.map(digest, sorted(tensors.items())))
-    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
-    return hashlib.sha256("\n".join([*parts, repr(sorted(config.items(), key=lambda kv: kv[0]))]).encode()).hexdigest()[:24]
+    return hashlib.sha256("\n".join([*parts, _config_text(model)]).encode()).hexdigest()[:24]
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -5,6 +5,7 @@ By a name of the registry, a hub id or a local folder, with the same few rules: 
 
 Devices and dtypes. CUDA is used where there is one (bf16, as in the paper), then Apple's MPS, then the CPU (both fp32).
 MPS has no float64 and runs no fp64 oracle: asking for it is an error. ``device="auto"`` splits a model over all GPUs.
+Fast kernels of installed packages are for CUDA only; elsewhere models run in pure torch (`kernels.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from . import kernels
 from .errors import GAError, ModelError, say_once
 from .fetch import Files, folder_files, hub_files, hub_tokenizer, packaged_files
 from .language_model import LanguageModel, parse_dtype, wrap
@@ -42,18 +44,30 @@ def load(
 
     Raises `ModelError` (or `GAError` for a dtype or device that is not there) in one sentence that says what to do.
     """
+    if not str(name).strip():
+        raise ModelError("No model was named: give a name of the registry, a hub id (ORG/NAME) or a folder.")
     place = _choose_device(device)
     number = _choose_dtype(dtype, place)
     spec = find_spec(str(name))
-    with _quiet():
+    on_cuda = place == "auto" or place.type == "cuda"
+    with _quiet(), contextlib.nullcontext() if on_cuda else kernels.hidden():
         files = _locate(name, spec, revision)
         model = _build(files, place, number, attn_implementation)
+        _check_kernels(model, files, on_cuda)
         tokenizer = _tokenizer(spec.tokenizer if spec and spec.tokenizer else files.folder, files)
     label = spec.name if spec else Path(name).resolve().name if Path(name).is_dir() else str(name)
     model.eval().requires_grad_(False)
     lm = LanguageModel(model, tokenizer, label, spec.title if spec else label, files.source, files.revision)
+    _check_tokenizer(lm)
     if check:
-        require(lm)
+        try:
+            require(lm)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ModelError(
+                f"{lm.name} ({type(model).__name__}) fails in its first forward passes: {_first_line(error)}"
+            ) from error
     return lm
 
 
@@ -63,6 +77,8 @@ def _locate(name: str | Path, spec: ModelSpec | None, revision: str | None) -> F
             raise ModelError(f"{spec.name} comes from a PyPI package, which has no revision {revision!r}.")
         return packaged_files(spec)
     if spec is None and Path(name).expanduser().exists():
+        if revision:
+            raise ModelError(f"{name} is a local folder, which has no revision {revision!r}.")
         return folder_files(Path(name).expanduser())
     if spec is None:
         name = resolve_models(str(name))[0]  # raises, naming close matches, for what is neither a name nor an id
@@ -72,6 +88,7 @@ def _locate(name: str | Path, spec: ModelSpec | None, revision: str | None) -> F
 
 
 def _build(files: Files, place: torch.device | str, dtype: torch.dtype, attention: str | None) -> torch.nn.Module:
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from .llamba_load import is_llamba, load_llamba
@@ -82,9 +99,9 @@ def _build(files: Files, place: torch.device | str, dtype: torch.dtype, attentio
         return load_llamba(files.folder, dtype=dtype).to(place)  # strict by itself
     try:
         config = AutoConfig.from_pretrained(files.folder, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
         raise ModelError(
-            f"{files.source} names an architecture that this version of transformers does not have: {_first_line(error)}"
+            f"{files.source} has a config.json that this version of transformers cannot use: {_first_line(error)}"
         ) from error
     options = {"attn_implementation": attention} if attention else {}
     try:
@@ -92,7 +109,9 @@ def _build(files: Files, place: torch.device | str, dtype: torch.dtype, attentio
             files.folder, config=config, dtype=dtype, device_map=None if place == torch.device("cpu") else place,
             trust_remote_code=False, use_safetensors=True, local_files_only=True, output_loading_info=True, **options,
         )  # fmt: skip
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{files.source} could not be loaded: {_first_line(error)}") from error
     for what in ("missing_keys", "mismatched_keys", "error_msgs"):
         if report.get(what):
@@ -109,6 +128,29 @@ def _build(files: Files, place: torch.device | str, dtype: torch.dtype, attentio
             f"{first}.",
         )
     return model
+
+
+def _check_kernels(model: torch.nn.Module, files: Files, on_cuda: bool) -> None:
+    if not on_cuda and (found := kernels.bound(model)):
+        raise ModelError(
+            f"{files.source} cannot run on this device in this process: the code of {type(model).__name__} was imported "
+            f"earlier with the CUDA kernels of {' and '.join(found)}. Load it in a process of its own."
+        )
+    if on_cuda and (idle := kernels.unused(model)):
+        say_once(
+            f"kernels {type(model).__name__}",
+            f"{type(model).__name__} runs without the fast kernels of {' and '.join(idle)}: that package cannot be used, or "
+            "a model of this architecture was loaded for the CPU earlier in this process.",
+        )
+
+
+def _check_tokenizer(lm: LanguageModel) -> None:
+    known = lm.model.get_input_embeddings().weight.shape[0]
+    if lm.tokenizer.vocab_size > known:
+        raise ModelError(
+            f"The tokenizer of {lm.name} has {lm.tokenizer.vocab_size} tokens and the model embeds {known}: it belongs to "
+            "another model."
+        )
 
 
 def _tokenizer(source: str | Path, files: Files) -> object:
@@ -133,6 +175,8 @@ def _choose_device(device: str | torch.device | None) -> torch.device | str:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise GAError(f"device={device!r} is unknown: use 'cpu', 'cuda', 'cuda:1', 'mps' or 'auto'.") from error
+    if place.type not in ("cpu", "cuda", "mps"):
+        raise GAError(f"device={device!r} is not supported: use 'cpu', 'cuda', 'cuda:1', 'mps' or 'auto'.")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise GAError(f"device={device!r}: this machine has {torch.cuda.device_count()} CUDA GPUs.")
     if place.type == "mps" and not torch.backends.mps.is_available():
