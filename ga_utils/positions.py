@@ -204,6 +204,7 @@ def _read(positions: Positions) -> str | list[list[int]]:
         rows = [[None]]
     if any(p is None for row in rows for p in row):
         raise HeadError(
-            f"positions={positions!r:.60} cannot be read: give one list of integers for each example of the batch."
+            f"positions={' '.join(repr(positions).split())[:60]} cannot be read: give one list of integers for each "
+            "example of the batch."
         )
     return rows

@@ -6,6 +6,7 @@ properties that every result rests on. A model that fails is refused with the se
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -103,9 +104,11 @@ def require(lm: LanguageModel) -> Report:
 def _check_sites(lm: LanguageModel, batch: dict[str, Tensor]) -> tuple[float, float]:
     """Largest relative errors of contract 1 and 2 over all sites, from one plain and one masked forward."""
     outputs: dict[object, Tensor] = {}
+    calls: Counter[object] = Counter()
 
     def keep(site):
         def hook(module, args, output):
+            calls[site] += 1
             outputs[site] = output[0] if isinstance(output, tuple) else output
 
         return hook
@@ -115,12 +118,19 @@ def _check_sites(lm: LanguageModel, batch: dict[str, Tensor]) -> tuple[float, fl
     handles = [s.mixer.register_forward_hook(keep(s)) for s in lm.sites]
     try:
         with capture_inputs(lm.sites) as inputs:
-            lm.model(**batch)
+            lm.model(**batch, use_cache=False)
             plain = dict(outputs)
             before = dict(inputs)
+        for site in lm.sites:
+            if site not in before or calls[site] != 1:
+                raise ModelError(
+                    f"{lm.name} ({type(lm.model).__name__}) cannot be measured rightly: in one forward pass the mixer of layer "
+                    f"{site.layer} ({site.path}) ran {calls[site]} times and its output projection "
+                    f"{'ran' if site in before else 'was never called'}, where each should run once."
+                )
         # captured before the mask edits it: hooks run in the order in which they were registered
         with capture_inputs(lm.sites) as inputs, mask_heads(lm, heads, [[position]] * 2):
-            lm.model(**batch)
+            lm.model(**batch, use_cache=False)
             masked, under = dict(outputs), dict(inputs)
     finally:
         for h in handles:
