@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from .errors import TaskError, say_once
 from .heads import Head, parse_heads
 from .language_model import LanguageModel
 from .masking import check_input, mask_heads
-from .scoring import score
+from .scoring import Scores, score
 from .sites import HeadSite
 from .tasks.base import Task
 from .tasks.tokens import EncodedExample, encode
@@ -41,8 +41,8 @@ class Sweep:
     """The result of `sweep_heads`: h heads, n examples in the task's order.
 
     intact_correct [n] and intact_logprob [n] (the answer's log-probability, nats); correct [h, n] and logprob [h, n] with
-    that head masked. shared: whether the prompt's forward was shared; calls and tokens: forward passes and token
-    positions that it took.
+    that head masked. scored: what `correct` means, see `sweep_heads`. shared: whether the prompt's forward was shared;
+    calls and tokens: forward passes and token positions that it took.
     """
 
     heads: tuple[Head, ...]
@@ -50,6 +50,7 @@ class Sweep:
     intact_logprob: np.ndarray
     correct: np.ndarray
     logprob: np.ndarray
+    scored: str
     shared: bool
     calls: int
     tokens: int
@@ -65,10 +66,15 @@ def sweep_heads(
     task: Task,
     heads: object = None,
     positions: str = "answer",
+    scored: str = "candidates",
     shared: bool | None = None,
     progress: bool = False,
 ) -> Sweep:
     """Mask each of `heads` (default: all) alone, with zero, and score every example of `task`.
+
+    scored: with "candidates" an answer is correct if it is the likeliest candidate, which costs a step for each branching
+    point of the candidates' tokens; with "answer" if greedy choice over the whole vocabulary says it, which costs a step
+    for each token of the answer. The answer's log-probability is the same in both.
 
     positions: "answer" (the prompt's last token and the tokens of the candidates) or "last" (the prompt's last token only),
     as in `masking`; "all" works, one full forward for each head. shared: None shares the prompt's forward where that is
@@ -80,6 +86,8 @@ def sweep_heads(
         lm.site(head)
     if positions not in ("answer", "last", "all"):
         raise TaskError(f"positions={positions!r} is unknown in a sweep: use 'answer', 'last' or 'all'.")
+    if scored not in ("candidates", "answer"):
+        raise TaskError(f"scored={scored!r} is unknown in a sweep: use 'candidates' or 'answer'.")
     if not chosen:
         raise TaskError("No head was named to sweep.")
     encoded = encode(lm.tokenizer, task)
@@ -101,18 +109,30 @@ def sweep_heads(
     if why or shared is False:
         if why:
             say_once(f"sweep {lm.family} {why[:20]}", f"The sweep takes one full forward a head on {lm.name}: {why}.")
-        return _plain(lm, task, chosen, positions, progress)
+        return _plain(lm, task, chosen, positions, scored, progress)
     masks = _RowMasks(lm, chosen)
     h, n = len(chosen), len(items)
     correct, logprob = np.zeros((h + 1, n), bool), np.zeros((h + 1, n))
     for i in tqdm(range(n), unit="question", disable=not progress, desc=f"sweep of {h} heads"):
-        sums = _variants(forward, masks, i, items[i], positions, steps_take_mask)
-        correct[:, i] = sums.argmax(1) == items[i].answer
-        logprob[:, i] = sums[:, items[i].answer]
-    return Sweep(chosen, correct[0], logprob[0], correct[1:], logprob[1:], True, forward.calls, forward.tokens)
+        item = items[i] if scored == "candidates" else _answer_alone(items[i])
+        sums, greedy = _variants(forward, masks, i, item, positions, steps_take_mask)
+        correct[:, i] = greedy if scored == "answer" else sums.argmax(1) == item.answer
+        logprob[:, i] = sums[:, item.answer]
+    return Sweep(
+        chosen, correct[0], logprob[0], correct[1:], logprob[1:], scored, True, forward.calls, forward.tokens
+    )
 
 
-def _plain(lm: LanguageModel, task: Task, heads: Sequence[Head], positions: str, progress: bool) -> Sweep:
+def _answer_alone(item: EncodedExample) -> EncodedExample:
+    return replace(item, continuations=(item.continuations[item.answer],), answer=0)
+
+
+def _plain(
+    lm: LanguageModel, task: Task, heads: Sequence[Head], positions: str, scored: str, progress: bool
+) -> Sweep:
+    def correct(s: Scores) -> np.ndarray:
+        return s.full_vocab_correct if scored == "answer" else s.correct
+
     intact = score(lm, task)
     results, calls, tokens = [], intact.calls, intact.tokens
     for head in tqdm(heads, unit="head", disable=not progress, desc=f"sweep of {len(heads)} heads"):
@@ -121,8 +141,8 @@ def _plain(lm: LanguageModel, task: Task, heads: Sequence[Head], positions: str,
         results.append(one)
         calls, tokens = calls + one.calls, tokens + one.tokens
     return Sweep(
-        tuple(heads), intact.correct, intact.answer_logprob, np.stack([r.correct for r in results]),
-        np.stack([r.answer_logprob for r in results]), False, calls, tokens,
+        tuple(heads), correct(intact), intact.answer_logprob, np.stack([correct(r) for r in results]),
+        np.stack([r.answer_logprob for r in results]), scored, False, calls, tokens,
     )  # fmt: skip
 
 
@@ -164,8 +184,9 @@ class _RowMasks:
 
 def _variants(
     forward: Forward, masks: _RowMasks, number: int, item: EncodedExample, positions: str, steps_take_mask: bool
-) -> np.ndarray:
-    """Log-probability of each candidate in each variant, [h + 1, candidates] float64."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probability of each candidate in each variant, [h + 1, candidates] float64, and whether the greedy continuation
+    is the answer, [h + 1]."""
     tree = Tree(number, item)
     context = item.context
     cache = None
@@ -173,13 +194,14 @@ def _variants(
     if len(context) > 1:
         _, cache = forward([context[:-1]], [[len(context) - 2]], [number], [len(context)], keep_cache=True)
         most = max(1, min(most, CACHE_BUDGET // (2 * _cache_bytes(cache) or 1)))
-    sums = []
+    sums, greedy = [], []
+    answer = item.continuations[item.answer]
     for start in range(0, len(masks.heads) + 1, most):
         rows = range(start, min(start + most, len(masks.heads) + 1))
         branch = copy.deepcopy(cache)
         if branch is not None:
             branch.reorder_cache(torch.zeros(len(rows), dtype=torch.long, device=forward.lm.device))
-        logprob: dict[tuple[Node, int], Tensor] = {}
+        logprob: dict[tuple[Node, int | None], Tensor] = {}
         with masks.on(rows):
             state = _step(forward, tree, (), context[-1], rows, branch, len(context) - 1, steps_take_mask, logprob)
         with masks.on(rows) if positions == "answer" else contextlib.nullcontext():
@@ -187,11 +209,15 @@ def _variants(
         sums.append(
             torch.stack([sum(logprob[c[:d], c[d]] for d in range(len(c))) for c in item.continuations], dim=1)
         )
-    return torch.cat(sums).cpu().numpy()
+        greedy.append(torch.stack([logprob[answer[:d], None] == answer[d] for d in range(len(answer))]).all(0))
+    return torch.cat(sums).cpu().numpy(), torch.cat(greedy).cpu().numpy()
 
 
 def _step(forward, tree, node, token, rows, cache, past, steps_take_mask, logprob):
-    """Feed one token to every row; keep the log-probabilities that `tree` asks for at `node`; return the cache."""
+    """Feed one token to every row and return the cache.
+
+    Keeps the log-probabilities [rows] of the tokens that may follow `node`, and under None the likeliest token of all.
+    """
     count = len(rows)
     # the first token of a text has no cache to be passed a mask beside
     mask = steps_take_mask or cache is None
@@ -201,6 +227,7 @@ def _step(forward, tree, node, token, rows, cache, past, steps_take_mask, logpro
     logp = torch.log_softmax(logits[:, 0], dim=-1).double()
     for following in tree.nodes[node]:
         logprob[node, following] = logp[:, following]
+    logprob[node, None] = logp.argmax(-1)
     return cache
 
 
@@ -238,7 +265,7 @@ def _disagreement(lm, forward, task, item, number, heads, positions, steps_take_
     Tried on the intact model and on a first, a middle and a last head.
     """
     few = tuple(dict.fromkeys([heads[0], heads[len(heads) // 2], heads[-1]]))
-    shared = _variants(forward, _RowMasks(lm, few), number, item, positions, steps_take_mask)
+    shared, _ = _variants(forward, _RowMasks(lm, few), number, item, positions, steps_take_mask)
     example = [task.examples[number]]
     special = task.special_tokens
     plain = [score(lm, example, special_tokens=special).logprobs[0]]

@@ -47,6 +47,17 @@ def test_each_row_is_the_head_of_its_name():
         assert (alone.correct == sweep.correct[i]).all()
 
 
+def test_scoring_the_answer_alone_gives_its_log_probability_and_greedy_choice():
+    lm = zoo.lm("llama")
+    task = a_task(lm, 6)
+    every, alone = sweep_heads(lm, task), sweep_heads(lm, task, scored="answer")
+    slow = sweep_heads(lm, task, scored="answer", shared=False)
+    assert np.abs(every.logprob - alone.logprob).max() < 1e-5 and alone.tokens < every.tokens
+    assert (alone.correct == slow.correct).all() and (alone.intact_correct == slow.intact_correct).all()
+    with mask_heads(lm, alone.heads[5], "answer"):
+        assert (score(lm, task).full_vocab_correct == alone.correct[5]).all()
+
+
 def test_forwards_are_counted():
     lm = zoo.lm("llama")
     task = kv_task(8, 2, seed=0, format="paper", values="0-9", tokenizer=lm.tokenizer)
