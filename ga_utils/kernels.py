@@ -23,16 +23,16 @@ PACKAGES = {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d", "fla": "
 @contextlib.contextmanager
 def hidden() -> Iterator[None]:
     """Code of architectures that is first imported inside the block is bound to pure torch."""
-    before = {name: sys.modules.get(name) for name in PACKAGES}
+    before = {name: sys.modules[name] for name in PACKAGES if name in sys.modules}
     sys.modules.update(dict.fromkeys(PACKAGES))  # None: importing it fails
     try:
         yield
     finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
+        for name in PACKAGES:
+            if name in before:
+                sys.modules[name] = before[name]
             else:
-                sys.modules[name] = module
+                sys.modules.pop(name, None)
 
 
 def bound(model: nn.Module) -> list[str]:

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import importlib.metadata
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -140,9 +140,10 @@ class LanguageModel:
 
     def encode(self, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Token ids and attention mask ``[b, t]`` of prompts, padded on the right, with the tokenizer's special tokens."""
-        if isinstance(prompts, str) or not prompts or not all(isinstance(p, str) for p in prompts):
+        rows = [] if isinstance(prompts, str) or not isinstance(prompts, Iterable) else list(prompts)
+        if not rows or not all(isinstance(p, str) for p in rows):
             raise GAError(f"prompts={prompts!r:.60} must be a list of one prompt or more.")
-        ids = [self.tokenizer(p)["input_ids"] for p in prompts]
+        ids = [self.tokenizer(p)["input_ids"] for p in rows]
         longest = max(map(len, ids))
         out = torch.full((len(ids), longest), self.pad_id)
         mask = torch.zeros(len(ids), longest, dtype=torch.long)
