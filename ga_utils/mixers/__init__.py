@@ -2,12 +2,13 @@
 
 value and output are the mixer's own: what the head mixes, and the mixture before gate, norm and output
 projection. For attention M is the attention pattern; for a state space model, a delta rule or a short
-convolution it is the matrix that its recurrence amounts to on this text: signed, and its rows do not sum to 1.
+convolution it is the matrix that its recurrence amounts to on this text: signed, and its rows do not sum
+to 1.
 
     matrix(lm, "some text", "L3H2")               whole matrices
     rows(lm, texts, heads, "last")                some rows, at a cost linear in the text's length
     row_statistics(lm, texts, heads, "last", spans)   where those rows look, without keeping them
-    capture(lm, texts)                            the ingredients: value, output, gates, and the family's own
+    capture(lm, texts)                            the ingredients: value, output, and the family's own
 
 Every M is compared with the output that the model computed before it is returned; one that does not reproduce
 it is an error, never an approximation.
@@ -38,7 +39,8 @@ __all__ = [
 
 VARIANTS = {
     "scan": "M[t, s], with output = M x value (before gate, norm and output projection)",
-    "effective": "M[t, s] x || W_h (after_t * value_s) ||: length of what s adds to the block's output, with M's sign",
+    "effective": "M[t, s] x || W_h (after_t * value_s) ||: length of what s adds to the block's output at t, "
+    "with M's sign",
 }
 
 
@@ -47,8 +49,9 @@ class MixerMatrices(Mapping[Head, Tensor]):
     """Matrices ``[b, t, s]`` or rows ``[b, r, s]`` by head; ``m["L3H2"]`` works too.
 
     variant and meaning: what an entry is (see `VARIANTS`). with_d: whether the skip term D stands on the
-    diagonal, for mixers that have one. real ``[b, t]``: False at pads, whose rows and columns are 0. tokens: the
-    text of every column. positions ``[b, r]``: the columns that the rows are of, or None for whole matrices.
+    diagonal, for mixers that have one. real ``[b, t]``: False at pads, whose rows and columns are 0.
+    tokens: the text of every column. positions ``[b, r]``: the columns that the rows are of, or None for
+    whole matrices.
     """
 
     values_by_head: dict[Head, Tensor] = field(repr=False)
@@ -79,7 +82,7 @@ class MixerMatrices(Mapping[Head, Tensor]):
 
     def example(self, head: object, index: int) -> tuple[Tensor, list[str]]:
         """Example `index` without its pads: ``[n, n]`` (or ``[r, n]``) and the n tokens' text."""
-        m, real = self[head][index], self.real[index]
+        m, real = self[head][index], self.real[index].to(self[head].device)
         m = m[:, real] if self.positions is not None else m[real][:, real]
         return m, [t for t, keep in zip(self.tokens[index], real.tolist(), strict=True) if keep]
 
@@ -237,11 +240,13 @@ def _each(
     grad: bool,
     kept: bool = True,
 ) -> None:
-    """Build the matrices or rows of a few heads at a time and give each head's to `keep`, which may keep it."""
+    """Build the matrices or rows of a few heads at a time and give each head's to `keep`."""
     b, length = batch["input_ids"].shape
     n_rows, size = length if where is None else where.shape[1], reading.itemsize(lm)
     n_heads = sum(map(len, chosen.values()))
-    scratch = 4 * b * n_rows * length * size  # of one head; the family's own need is looked at when it is known
+    scratch = (
+        4 * b * n_rows * length * size
+    )  # of one head; the family's own need is looked at when it is known
     what = f"The matri{'ces' if n_heads > 1 else 'x'} of {n_heads} head{'s' * (n_heads > 1)}"
     if where is None:
         advice = "name fewer heads or shorter texts, or ask rows() for the positions that matter"
@@ -251,12 +256,15 @@ def _each(
     reading.guard(lm, what, (n_heads if kept else 1) * b * n_rows * length * size, scratch, advice)
 
     def see(cap: Captured) -> None:
-        family, names = FAMILIES[cap.site.kind], {h.index: h for h in chosen[cap.site]}
+        family, names = FAMILIES[cap.site.kind], {}
+        for head in chosen[cap.site]:  # a head can be named in its short and its long form at once
+            names.setdefault(head.index, []).append(head)
         for part in reading.blocks(cap, list(names), n_rows):
             reading.guard(lm, what, 0, family.bytes_needed(cap, len(part), n_rows), advice)
             m = build(family, cap, part)
             for i, index in enumerate(part):
-                keep(names[index], m[:, i])
+                for head in names[index]:
+                    keep(head, m[:, i])
 
     reading.visit(lm, batch, list(chosen), see, grad)
 

@@ -73,13 +73,16 @@ class Attention(Family):
             query, key, value, mask, args, kwargs = call
             if cap.output is not None:
                 raise GAError(f"{name} ({site.path}) ran twice in one forward pass: one run has one matrix.")
-            if args:
-                raise GAError(f"{name} passes unnamed arguments to its attention function; M cannot be read.")
+            if args or not isinstance(mask, Tensor | None):
+                raise GAError(
+                    f"{name} ran {implementation!r} attention with arguments that M cannot be read from: "
+                    "load the model with attn_implementation='eager' or 'sdpa'."
+                )
             heads = query.shape[1]
             if heads != site.n_heads or heads % key.shape[1] or query.shape[2] != key.shape[2]:
                 raise GAError(
                     f"{name} ({site.path}) mixed {query.shape[2]} queries of {heads} heads with "
-                    f"{key.shape[2]} keys of {key.shape[1]}: its matrices need {site.n_heads} heads and no cache."
+                    f"{key.shape[2]} keys of {key.shape[1]}: M needs {site.n_heads} heads and no cache."
                 )
             cap.tensors = {"query": query, "key": key, "mask": mask, "implementation": implementation or ""}
             cap.tensors |= {k: v for k, v in kwargs.items() if k in _KNOWN}

@@ -5,11 +5,11 @@ M alone compares positions as if every value and every gate had the same size. T
     E[t, s] = M[t, s] * || W_h (after_t * value_s) ||,
 
 where W_h is the head's part of the output projection and after_t the gate and output norm at t, taken as
-fixed. |E[t, s]| is the length of the vector that position s adds to the block's output at t through this head
-(the norm-based analysis of attention by Kobayashi et al. 2020, with the gates of recurrent mixers), and its
-sign is M's. A norm rather than a projection onto some direction, because it needs no choice of direction, does
-not depend on the other positions, and leaves zeros of M zero. Entries of different heads, layers and mixers are
-in one unit, that of the residual stream, where M's are not.
+fixed. |E[t, s]| is the length of the vector that position s adds to the block's output at t through this
+head (the norm-based analysis of attention by Kobayashi et al. 2020, with the gates of recurrent mixers), and
+its sign is M's. A norm rather than a projection onto some direction, because it needs no choice of
+direction, does not depend on the other positions, and leaves zeros of M zero. Entries of different heads,
+layers and mixers are in one unit, that of the residual stream, where M's are not.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def effective(cap: Captured, heads: Sequence[int], m: Tensor, positions: Tensor 
     if positions is not None:
         after = after.gather(2, positions[:, None, :, None].expand(-1, len(heads), -1, after.shape[-1]))
     else:
-        after = torch.where(cap.real[:, None, :, None], after, 0.0)
+        after = torch.where(cap.real[:, None, :, None], after, 1.0)  # any finite number: M is 0 there
     plain = bool((after == 1).all())
     out = torch.empty_like(m)
     for i, head in enumerate(heads):
-        # || W x || = || R x || with W = Q R: the rows of R are as many as the head has dimensions, not the model
+        # || W x || = || R x || with W = Q R: R has as many rows as the head has dimensions
         root = torch.linalg.qr(head_weight(cap.site, head).to(m), mode="r").R
         if plain:
             out[:, i] = m[:, i] * (value[:, i] @ root.mT).norm(dim=-1)[:, None, :]
@@ -59,8 +59,8 @@ def head_weight(site: HeadSite, index: int) -> Tensor:
     weight = getattr(site.proj, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
         raise GAError(
-            f"The output projection {site.path} is a {type(site.proj).__name__} without a plain weight matrix: "
-            "variant='effective' needs an unquantised model."
+            f"The output projection of {site.path} is a {type(site.proj).__name__} without a plain weight "
+            "matrix: variant='effective' needs an unquantised model."
         )
     # GPT-2's Conv1D stores [in, out]
     weight = weight.T if type(site.proj).__name__ == "Conv1D" else weight

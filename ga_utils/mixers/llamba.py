@@ -1,7 +1,7 @@
 """What does a Llamba head do to the sequence? Mamba-2's matrix without a step size on the input.
 
-Llamba's discrete Mamba-2 has the state S_t = exp(-g_t) S_{t-1} + x_t B_t^T with g = softplus(a), one B and C for
-each head, and y_t = S_t C_t + D x_t, so
+Llamba's discrete Mamba-2 has the state S_t = exp(-g_t) S_{t-1} + x_t B_t^T with g = softplus(a), one B and C
+for each head, and y_t = S_t C_t + D x_t, so
 
     M[t, s] = (C_t . B_s) exp(-sum_{k=s+1..t} g_k)   for s <= t,   plus D on the diagonal if asked for;
 

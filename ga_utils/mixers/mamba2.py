@@ -95,20 +95,20 @@ def _reverse_sums(steps: Tensor) -> Tensor:
 
 def _segment_sums(steps: Tensor) -> Tensor:
     """``[..., t]`` to ``[..., t, s]``: the sum of steps s+1 to t, and -inf above the diagonal."""
-    length = steps.shape[-1]
-    allowed = causal(length, steps.device)
-    spread = torch.where(allowed.tril(-1), steps[..., :, None], 0.0)
-    return torch.where(allowed, spread.cumsum(-2), -torch.inf)
+    below = causal(steps.shape[-1], steps.device)
+    spread = steps[..., :, None].expand(*steps.shape, steps.shape[-1]).masked_fill(~below.tril(-1), 0.0)
+    return spread.cumsum(-2).masked_fill(~below, -torch.inf)
 
 
 def _decay(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     """exp(exponent) in `dtype`; 0, with gradient 0, for -inf and below 1e-17 (1e-152 in float64).
 
-    The product of two such factors, or of one with small c and b, would be denormal. Processors take a hundred
-    times as long over denormal numbers, and next to the diagonal's decay of 1 they are beyond all digits.
+    The product of two such factors, or of one with small c and b, would be denormal. Processors take a
+    hundred times as long over denormal numbers, and next to the diagonal's decay of 1 they are beyond all
+    digits.
     """
-    keep = exponent > math.log(torch.finfo(dtype).tiny) / 2 + 4
-    return torch.where(keep, torch.where(keep, exponent, 0.0).exp(), 0.0).to(dtype)
+    gone = exponent < math.log(torch.finfo(dtype).tiny) / 2 + 4
+    return exponent.masked_fill(gone, 0.0).exp().masked_fill(gone, 0.0).to(dtype)
 
 
 class Mamba2(Family):

@@ -1,8 +1,9 @@
 """How are the ingredients of M collected from a forward pass, one layer at a time?
 
-`visit` runs the model once and hands each wanted site's `Captured` to a function as soon as the site's layer is
-done, so that only one layer's tensors are alive at a time. Around it: what counts as input, which column of a
-padded batch a position is, whether the request fits into memory, and whether M reproduces the recorded output.
+`visit` runs the model once and hands each wanted site's `Captured` to a function as soon as the site's layer
+is done, so that only one layer's tensors are alive at a time. Around it: what counts as input, which column
+of a padded batch a position is, whether the request fits into memory, and whether M reproduces the recorded
+output.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ def check_kind(site: HeadSite) -> None:
     if site.kind not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise GAError(
-            f"Layer {site.layer}'s {type(site.mixer).__name__} is a mixer of kind {site.kind}, which has no matrix in "
-            f"this package; these have: {known}."
+            f"Layer {site.layer}'s {type(site.mixer).__name__} is a mixer of kind {site.kind}, which has no "
+            f"matrix in this package; these have: {known}."
         )
 
 
 def encode(lm: LanguageModel, inputs: object) -> dict[str, Tensor]:
     """input_ids, attention_mask and, where some column is a pad, position_ids, each ``[b, t]``.
 
-    inputs: a prompt, a list of prompts, or a dict with input_ids ``[b, t]`` and perhaps attention_mask, padded on
-    either side. Raises `GAError` for anything else, for an empty text and for one that is too long.
+    inputs: a prompt, a list of prompts, or a dict with input_ids ``[b, t]`` and perhaps attention_mask,
+    padded on either side. Raises `GAError` for anything else, for an empty text and for one that is too long.
     """
     if isinstance(inputs, str):
         inputs = [inputs]
@@ -96,9 +97,9 @@ def encode(lm: LanguageModel, inputs: object) -> dict[str, Tensor]:
 def columns(positions: object, real: Tensor) -> Tensor:
     """Columns ``[b, r]`` of the batch at `positions`, which count an example's own tokens.
 
-    positions: "last", one integer, a list of integers for all examples, or a list of integers for each example
-    (equally many); negative ones count from the end. Pads are not counted, so no position falls on one. Raises
-    `HeadError` for a position outside an example.
+    positions: "last", one integer, a list of integers for all examples, or a list of integers for each
+    example (equally many); negative ones count from the end. Pads are not counted, so no position falls on
+    one. Raises `HeadError` for a position outside an example.
     """
     if isinstance(positions, str) and positions == "last":
         positions = [-1]
@@ -131,8 +132,8 @@ def guard(lm: LanguageModel, what: str, result: int, scratch: int, advice: str) 
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if result + scratch > free:
         raise GAError(
-            f"{what} would take {(result + scratch) / 1e9:.1f} GB, but {free / 1e9:.1f} GB of memory are free on "
-            f"{device}: {advice}."
+            f"{what} would take {(result + scratch) / 1e9:.3g} GB, but {free / 1e9:.3g} GB of memory are "
+            f"free on {device}: {advice}."
         )
 
 
@@ -179,14 +180,16 @@ def watching(
     Nothing that the model computes is changed. real ``[b, t]``: False at pads. Raises as `visit`.
     """
     if lm.model.training:
-        raise GAError("The model is in training mode, where dropout changes its mixers: call model.eval() first.")
+        raise GAError(
+            "The model is in training mode, where dropout changes its mixers: call model.eval() first."
+        )
     seen: set[HeadSite] = set()
 
     def report(cap: Captured) -> None:
         if cap.output is None or cap.projected is None:
             raise GAError(
-                f"What {type(cap.site.mixer).__name__} ({cap.site.path}) computed was not seen: it ran by another "
-                "path than its modelling file's own, so its matrices are not available."
+                f"What {type(cap.site.mixer).__name__} ({cap.site.path}) computed was not seen: it ran by "
+                "another path than its modelling file's own, so its matrices are not available."
             )
         cap.real = real.to(cap.output.device)
         cap.projected = cap.projected.unflatten(-1, (cap.site.n_heads, -1)).transpose(1, 2)
@@ -250,11 +253,11 @@ def _layer_watched(
 
 
 def verify(cap: Captured, heads: Sequence[int], m: Tensor, positions: Tensor | None = None) -> None:
-    """Raise `GAError` unless M x value is the output that the model computed, at the rows that `m` holds.
+    """Raise `GAError` unless M x value is the output that the model computed, at the rows of `m`.
 
-    m: ``[b, h, t, s]`` with D, or its rows ``[b, h, r, s]`` at `positions` ``[b, r]``. The measure is the relative
-    error of a head's output over the batch; where terms cancel, an error of 1% of that size in the sum of their
-    absolute values is allowed for.
+    m: ``[b, h, t, s]`` with D, or its rows ``[b, h, r, s]`` at `positions` ``[b, r]``. The measure is the
+    relative error of a head's output over the batch, against a hundredth of the sum of the terms' absolute
+    values where the terms cancel to less than that.
     """
     value, output = wide(pick(cap.value, heads)).to(m.dtype), wide(pick(cap.output, heads)).to(m.dtype)
     value, m = value.detach(), m.detach()
@@ -275,9 +278,9 @@ def verify(cap: Captured, heads: Sequence[int], m: Tensor, positions: Tensor | N
     if bad.any():
         i = int(bad.nonzero()[0])
         raise GAError(
-            f"The matrix of {cap.site.head(heads[i])} does not reproduce what {type(cap.site.mixer).__name__} computed "
-            f"(relative error {float(off[i] / size[i]):.1e}): this architecture's {cap.site.kind} has a part that M "
-            "does not know, so none is returned."
+            f"The matrix of {cap.site.head(heads[i])} does not reproduce what "
+            f"{type(cap.site.mixer).__name__} computed (relative error {float(off[i] / size[i]):.1e}): this "
+            f"architecture's {cap.site.kind} has a part that M does not know, so none is returned."
         )
 
 

@@ -1,7 +1,7 @@
-"""What does a gated short convolution (LFM2) do to the sequence? A band of a few weights below the diagonal.
+"""What does a gated short convolution (LFM2) do to the sequence? A band of weights below the diagonal.
 
-One layer computes (B, C, x) = in_proj(u), z = B * x, y[t] = sum_{j<k} w[j] z[t - k + 1 + j] for each channel and
-out_proj(C * y). A channel counts as a head: its value is z, its output y, and
+One layer computes (B, C, x) = in_proj(u), z = B * x, y[t] = sum_{j<k} w[j] z[t - k + 1 + j] for each channel
+and out_proj(C * y). A channel counts as a head: its value is z, its output y, and
 
     M[t, s] = w[k - 1 - (t - s)]   for 0 <= t - s < k,   0 elsewhere,
 
