@@ -146,6 +146,17 @@ def test_every_attention_implementation_gives_the_same_pattern(name, implementat
         assert any(m[0, 39, 0] == 0 for m in found.values())  # 39 tokens back is outside a window of 24
 
 
+def test_attention_sinks_take_their_share():
+    import transformers
+
+    experts = dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=8)
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**zoo.LLAMA, **experts))
+    zoo.redraw(model)
+    lm = wrap(model, zoo.tokenizer())
+    for m in mixers.matrix(lm, inputs(random_ids(30)), some_heads(lm)).values():
+        assert (m.sum(-1) < 0.9999).all() and (m.sum(-1) > 0.1).all()
+
+
 # ---- each recurrence as a loop, in float64 ----
 
 
