@@ -153,8 +153,9 @@ def test_attention_sinks_take_their_share():
     model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**zoo.LLAMA, **experts))
     zoo.redraw(model)
     lm = wrap(model, zoo.tokenizer())
+    # matrix() itself compares M x value with the output
     for m in mixers.matrix(lm, inputs(random_ids(30)), some_heads(lm)).values():
-        assert (m.sum(-1) < 0.9999).all() and (m.sum(-1) > 0.1).all()
+        assert m.sum(-1).min() < 0.9 and m.sum(-1).max() <= 1 + 1e-6
 
 
 # ---- each recurrence as a loop, in float64 ----
