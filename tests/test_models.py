@@ -20,6 +20,7 @@ from ga_utils.errors import GAError, ModelError
 from ga_utils.language_model import wrap
 from ga_utils.masking import mask_heads
 from ga_utils.models import load
+from ga_utils.selfcheck import require, self_check
 
 ROOT = Path(__file__).resolve().parents[1]
 SAVED = ("llama", "mamba2", "zamba2", "llamba")
@@ -365,7 +366,23 @@ def test_an_encoder_is_not_measured_as_a_causal_model(tmp_path):
     torch.manual_seed(0)
     BertForMaskedLM(config).save_pretrained(tmp_path)
     zoo.tokenizer().save_pretrained(tmp_path)
-    refused("causality", tmp_path, device="cpu")
+    refused("BertLMHeadModel has no list of 2 decoder layers", tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("check", ["causality", "padding"])
+def test_the_self_check_names_what_failed(check):
+    """A model that reads later tokens, or whose padding leaks, gives plausible numbers and must be refused."""
+    lm = wrap(*zoo.build("llama"))
+
+    def leak(module, args):
+        x = args[0]
+        return (x + 0.01 * (x[:, -1:] if check == "causality" else x.mean(0, keepdim=True)), *args[1:])
+
+    lm.model.model.layers[0].register_forward_pre_hook(leak)
+    report = self_check(lm)
+    assert not report.ok and not {c.name: c.ok for c in report.checks}[check], report.rows
+    with pytest.raises(ModelError, match="cannot be measured rightly: the check '"):
+        require(lm)
 
 
 @pytest.mark.parametrize("name", list(zoo.REFUSED))
