@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from ga_utils.caches import Forward
 from ga_utils.candidates import Limit, Node, Tree, cache_policy, plain, walk

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from .caches import Forward
 from .candidates import Node, Tree, cache_policy
@@ -224,10 +224,11 @@ def _step(forward, tree, node, token, rows, cache, past, steps_take_mask, logpro
     logits, cache = forward(
         [[token]] * count, [[0]] * count, [tree.number] * count, [len(tree.item.context)] * count, past, cache, True, mask
     )
-    logp = torch.log_softmax(logits[:, 0], dim=-1).double()
+    logits = logits[:, 0]
+    total = logits.logsumexp(-1).double()
     for following in tree.nodes[node]:
-        logprob[node, following] = logp[:, following]
-    logprob[node, None] = logp.argmax(-1)
+        logprob[node, following] = logits[:, following].double() - total
+    logprob[node, None] = logits.argmax(-1)
     return cache
 
 
