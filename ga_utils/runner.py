@@ -245,6 +245,10 @@ def _stamp(path: Path, stamp: dict[str, Any], name: str) -> None:
     content["metadata"]["ga"] = stamp
     notes = content["metadata"].get("papermill", {})
     notes.update(input_path=f"notebooks/{name}.ipynb", output_path=f"{name}.ipynb")
+    for cell in content["cells"]:  # the parameters that papermill wrote in fold away like other code
+        tags = cell["metadata"].get("tags", [])
+        if "injected-parameters" in tags and "hide-input" not in tags:
+            cell["metadata"]["tags"] = [*tags, "hide-input"]
     path.write_text(
         json.dumps(content, indent=1, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8"
     )
