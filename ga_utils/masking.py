@@ -94,10 +94,9 @@ class _SiteMask:
 
     def __init__(self, site: HeadSite, indices: list[int], where: Where):
         self.site, self.indices, self.where = site, indices, where
-        self.channels = torch.zeros(site.width, dtype=torch.bool)
-        for i in indices:
-            self.channels[site.channels(i)] = True
-        self.fill: Tensor | None = None  # [width], or [n, t, width] for resampling; None means zero
+        self.channels = torch.cat([torch.arange(site.width)[site.channels(i)] for i in indices])
+        # one value for each chosen channel [k], or [n, t, k] for resampling; None means zero
+        self.fill: Tensor | None = None
         self.seen, self.changed = 0, False
         self._moved: dict[tuple, Tensor] = {}
 
@@ -122,42 +121,45 @@ class _SiteMask:
                 )
             if not positions.any():
                 return None
-        mask = self._on("channels", self.channels, x)
+        channels = self._on("channels", self.channels, x)
+        old = x.index_select(-1, channels)
+        new = torch.zeros_like(old) if self.fill is None else self._filling(old).expand_as(old)
         if positions is not None:
-            mask = mask & positions.unsqueeze(-1)
-        fill = x.new_zeros(()) if self.fill is None else self._filling(x)
-        new = torch.where(mask, fill, x)
+            new = torch.where(positions.unsqueeze(-1), new, old)
         if not self.changed:
-            self.changed = bool((new != x).any())
-        return (new, *rest)
+            self.changed = bool((new != old).any())
+        return (x.index_copy(-1, channels, new), *rest)
 
     def _on(self, name: str, tensor: Tensor, x: Tensor) -> Tensor:
         key = (name, x.device, x.dtype)
         if key not in self._moved:
-            self._moved[key] = tensor.to(x.device, tensor.dtype if tensor.dtype == torch.bool else x.dtype)
+            self._moved[key] = tensor.to(x.device, x.dtype if tensor.is_floating_point() else tensor.dtype)
         return self._moved[key]
 
-    def _filling(self, x: Tensor) -> Tensor:
-        fill = self._on("fill", self.fill, x)
+    def _filling(self, old: Tensor) -> Tensor:
+        """The fill of the chosen channels, for `old` [b, t, k]."""
+        fill = self._on("fill", self.fill, old)
         if fill.ndim == 1:
             return fill
         self.where.require_rows(fill.shape[0], "reference prompts")
-        fill = fill[torch.tensor(self.where.rows, device=x.device)]
-        if fill.shape[1] == 1:  # the reference's last token, wherever the mask lies
+        fill = fill[torch.tensor(self.where.rows, device=old.device)]
+        if self.where.at_end:  # the reference's last token, wherever the mask lies
             return fill
-        index = self.where.index.to(x.device)
+        index = self.where.index.to(old.device)
         at = index.clamp(0, fill.shape[1] - 1).unsqueeze(-1).expand(-1, -1, fill.shape[2])
         filling = torch.gather(fill, 1, at)
-        masked = index >= 0 if self.where.mask is None else self.where.on(x.device)
+        masked = index >= 0 if self.where.mask is None else self.where.on(old.device)
         if bool((masked & ((index >= fill.shape[1]) | filling[..., 0].isnan())).any()):
             raise GAError(
                 "A reference prompt has fewer tokens than its example: resampling needs, at each masked position, the same "
                 "position of the reference."
             )
-        return torch.where(masked.unsqueeze(-1), filling, x)  # pads stay as they are
+        return torch.where(masked.unsqueeze(-1), filling, old)  # pads stay as they are
 
     def report(self, calls: int) -> None:
-        names = ", ".join(str(self.site.head(i)) for i in self.indices[:4]) + (" ..." if len(self.indices) > 4 else "")
+        names = ", ".join(str(self.site.head(i)) for i in self.indices[:4]) + (
+            " ..." if len(self.indices) > 4 else ""
+        )
         if calls and not self.seen:
             raise ModelError(
                 f"The mask on {names} was never reached: {type(self.site.mixer).__name__} does not call its output "
@@ -196,27 +198,28 @@ def _measure_fills(
     lm: LanguageModel, masks: list[_SiteMask], fill: str, reference: list[str], where: Where
 ) -> None:
     """Run the reference prompts once and give each site its fill."""
-    at_end = where.positions in ("last", "answer")
     kept: dict[HeadSite, list[Tensor]] = {m.site: [] for m in masks}
     for start in range(0, len(reference), 16):
         batch = lm.encode(reference[start : start + 16])
         real = batch["attention_mask"].bool().cpu()
         if not real.any(1).all():
-            raise GAError(f"A reference prompt has no tokens: {reference[start + int(real.any(1).int().argmin())]!r}.")
+            raise GAError(
+                f"A reference prompt has no tokens: {reference[start + int(real.any(1).int().argmin())]!r}."
+            )
         # an outer mask sees each reference as the example that it stands for, and no layout of the caller's
         rows = range(start, start + len(real)) if fill == "resample" else None
         with capture_inputs([m.site for m in masks]) as inputs, torch.no_grad(), lm.asking(rows=rows):
             lm.model(**batch)
         for m in masks:
-            x = inputs[m.site].cpu()
+            x = inputs[m.site].cpu().index_select(-1, m.channels)
             for row, mask in zip(x, real, strict=True):
-                kept[m.site].append(row[mask][-1:] if at_end else row[mask])
+                kept[m.site].append(row[mask][-1:] if where.at_end else row[mask])
     for m in masks:
         if fill == "mean":
             m.fill = torch.cat(kept[m.site]).double().mean(0).to(kept[m.site][0].dtype)
         else:
             longest = max(len(x) for x in kept[m.site])
-            m.fill = torch.full((len(reference), longest, m.site.width), float("nan"), dtype=kept[m.site][0].dtype)
+            m.fill = kept[m.site][0].new_full((len(reference), longest, len(m.channels)), float("nan"))
             for i, x in enumerate(kept[m.site]):
                 m.fill[i, : len(x)] = x
 

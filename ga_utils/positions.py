@@ -35,12 +35,19 @@ class Where:
         self.index: Tensor | None = None  # [b, t] position of each column in its example, -1 at pads
         self.rows: list[int] = []
         self._told = False  # whether rows were named by the asker
-        self._ends: Tensor | None = None  # [b, 1] last token of each prompt, by the latest call that began them
+        self._ends: Tensor | None = (
+            None  # [b, 1] last token of each prompt, by the latest call that began them
+        )
         self._seen: Tensor | None = None  # [b, 1] tokens of each example up to and with the latest call
         self._moved: dict[torch.device, Tensor] = {}
 
     def __deepcopy__(self, memo: dict) -> Where:
         raise HeadError(_NO_COPY)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether what is masked begins at the prompt's last token."""
+        return self.positions in ("last", "answer")
 
     def before_forward(self, module, args, kwargs) -> None:
         """Pre-hook of the model below its language-model head."""
@@ -177,7 +184,11 @@ def _holds_tokens(cache: object) -> bool:
         for args in [(), *((i,) for i in layers)]:
             try:
                 answers.append(bool(getattr(cache, method)(*args)))
-            except (AttributeError, TypeError, ValueError):  # attention layers have no state, others no length
+            except (
+                AttributeError,
+                TypeError,
+                ValueError,
+            ):  # attention layers have no state, others no length
                 continue
     return any(answers) or not answers
 

@@ -59,7 +59,9 @@ def test_each_fill_stands_exactly_where_it_should(name, where, fill):
         masked = inputs_of(lm, batch, site)
     expected = plain.clone()
     for b, n in enumerate(lengths):
-        at = {"all": range(n), "last": [n - 1], "answer": [n - 1]}.get(where if isinstance(where, str) else None)
+        at = {"all": range(n), "last": [n - 1], "answer": [n - 1]}.get(
+            where if isinstance(where, str) else None
+        )
         at = [p % n for p in where[b]] if at is None else at
         for p in at:
             if fill == "zero":
@@ -109,7 +111,10 @@ def test_reference_forwards_do_not_see_the_callers_layout(lm):
     with mask_heads(lm, "L2H0", "last"):
         with mask_heads(lm, "L0H1", "last", "mean", REFERENCES):
             nested = lm.model(**batch).logits
-        with lm.asking(ends, torch.zeros(3), [0, 1, 2]), mask_heads(lm, "L0H1", "last", "mean", REFERENCES[:2] * 5):
+        with (
+            lm.asking(ends, torch.zeros(3), [0, 1, 2]),
+            mask_heads(lm, "L0H1", "last", "mean", REFERENCES[:2] * 5),
+        ):
             lm.model(**batch)
     assert not torch.equal(nested, expected)
 
@@ -145,7 +150,10 @@ def test_an_empty_reference_prompt_is_refused():
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_resampling_needs_one_reference_for_each_example(lm, count):
-    with mask_heads(lm, "L0H0", "last", "resample", (REFERENCES * 2)[:count]), pytest.raises(HeadError, match=str(count)):
+    with (
+        mask_heads(lm, "L0H0", "last", "resample", (REFERENCES * 2)[:count]),
+        pytest.raises(HeadError, match=str(count)),
+    ):
         lm.model(**lm.encode(PROMPTS))
 
 
@@ -155,6 +163,16 @@ def test_resampling_needs_references_as_long_as_the_masked_positions(lm):
         lm.model(**lm.encode(PROMPTS))  # the first has two tokens, <s> and y
     with mask_heads(lm, "L0H0", "all", "resample", short), pytest.raises(GAError, match="fewer tokens"):
         lm.model(**lm.encode(PROMPTS))
+
+
+def test_references_of_one_token_do_not_stand_for_other_positions():
+    model, _ = zoo.build("llama")
+    lm = wrap(model, zoo.tokenizer(bos=False))
+    batch = lm.encode(["ab", "cd"])
+    with mask_heads(lm, "L0H0", "all", "resample", ["x", "y"]), pytest.raises(GAError, match="fewer tokens"):
+        lm.model(**batch)
+    with mask_heads(lm, "L0H0", "last", "resample", ["x", "y"]):
+        lm.model(**batch)
 
 
 # --- positions
@@ -172,7 +190,13 @@ def test_wrong_positions_are_one_sentence_before_anything_runs(lm, positions):
 
 
 @pytest.mark.parametrize(
-    "positions", [((1,), (0, 2), (3,)), np.array([[1], [0], [3]]), torch.tensor([[1], [0], [3]]), [range(2), range(0), [1]]]
+    "positions",
+    [
+        ((1,), (0, 2), (3,)),
+        np.array([[1], [0], [3]]),
+        torch.tensor([[1], [0], [3]]),
+        [range(2), range(0), [1]],
+    ],
 )
 def test_lists_may_be_of_any_library(lm, positions):
     site, batch = lm.sites[0], lm.encode(PROMPTS)
@@ -190,16 +214,28 @@ def test_there_must_be_one_list_for_each_example(lm, count):
 
 @pytest.mark.parametrize("position", [8, -9, 100])
 def test_a_position_outside_the_prompt_names_prompt_and_length(lm, position):
-    with mask_heads(lm, "L0H0", [[position], [0], [0]]), pytest.raises(HeadError, match=f"Position {position}.*example 0.*8"):
+    with (
+        mask_heads(lm, "L0H0", [[position], [0], [0]]),
+        pytest.raises(HeadError, match=f"Position {position}.*example 0.*8"),
+    ):
         lm.model(**lm.encode(PROMPTS))
 
 
 def test_what_asking_says_must_fit_the_batch(lm):
     batch = lm.encode(PROMPTS)
-    for said in (dict(rows=[0, 1]), dict(rows=[0, 1, 2, 2]), dict(prompt_ends=torch.tensor([3])), dict(past=torch.zeros(2))):
+    for said in (
+        dict(rows=[0, 1]),
+        dict(rows=[0, 1, 2, 2]),
+        dict(prompt_ends=torch.tensor([3])),
+        dict(past=torch.zeros(2)),
+    ):
         with mask_heads(lm, "L0H0", "last"), lm.asking(**said), pytest.raises(HeadError, match="lm.asking"):
             lm.model(**batch)
-    with mask_heads(lm, "L0H0", [[0]] * 3), lm.asking(rows=[0, 1, 3]), pytest.raises(HeadError, match="an example 3"):
+    with (
+        mask_heads(lm, "L0H0", [[0]] * 3),
+        lm.asking(rows=[0, 1, 3]),
+        pytest.raises(HeadError, match="an example 3"),
+    ):
         lm.model(**batch)
 
 
@@ -221,7 +257,12 @@ def masked_columns(lm, site, index, run):
 
 @pytest.mark.parametrize(
     ("where", "prompt", "answer"),
-    [("all", "11111111", "111"), ("last", "00000001", "000"), ("answer", "00000001", "111"), ([[-1, 2]], "00100001", "000")],
+    [
+        ("all", "11111111", "111"),
+        ("last", "00000001", "000"),
+        ("answer", "00000001", "111"),
+        ([[-1, 2]], "00100001", "000"),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["llama", "mamba2", "zamba2", "minimax", "qwen3_next", "llamba"])
@@ -232,7 +273,12 @@ def test_generation_masks_the_prompt_and_its_answer_as_one_forward_does(name, wh
     with mask_heads(lm, site.head(1), where):
         out = []
         calls = masked_columns(
-            lm, site, 1, lambda: out.append(lm.model.generate(**batch, max_new_tokens=4, do_sample=False, eos_token_id=None))
+            lm,
+            site,
+            1,
+            lambda: out.append(
+                lm.model.generate(**batch, max_new_tokens=4, do_sample=False, eos_token_id=None)
+            ),
         )
     text = ["".join(str(int(v)) for v in call[0]) for call in calls]
     assert text == [prompt, *answer]
@@ -241,13 +287,17 @@ def test_generation_masks_the_prompt_and_its_answer_as_one_forward_does(name, wh
         (full,) = masked_columns(lm, site, 1, lambda: lm.model(out[0][:, :-1]))
         logits = lm.model(out[0][:, :-1]).logits
     assert "".join(str(int(v)) for v in full[0]) == prompt + answer
-    assert torch.equal(logits[0, 7:].argmax(-1), out[0][0, 8:])  # greedy: the cached run followed the same masks
+    assert torch.equal(
+        logits[0, 7:].argmax(-1), out[0][0, 8:]
+    )  # greedy: the cached run followed the same masks
 
 
 def test_padded_generation_is_told_apart_by_the_mask(lm):
     batch = {k: v.flip(1) for k, v in lm.encode(PROMPTS).items()}  # padding on the left
     with mask_heads(lm, "L0H1", [[0], [1], [-1]]):
-        calls = masked_columns(lm, lm.sites[0], 1, lambda: lm.model.generate(**batch, max_new_tokens=3, do_sample=False))
+        calls = masked_columns(
+            lm, lm.sites[0], 1, lambda: lm.model.generate(**batch, max_new_tokens=3, do_sample=False)
+        )
     t = batch["input_ids"].shape[1]
     lengths = batch["attention_mask"].sum(1).tolist()
     expected = [t - lengths[0], t - lengths[1] + 1, t - 1]
@@ -264,7 +314,9 @@ def cached(lm, prompt):
         return batch["input_ids"].shape[1], name, getattr(lm.model(batch["input_ids"], use_cache=True), name)
 
 
-@pytest.mark.parametrize(("where", "step"), [("last", "00"), ("answer", "11"), ([[7]], "00"), ([[-1, 0]], "00")], ids=str)
+@pytest.mark.parametrize(
+    ("where", "step"), [("last", "00"), ("answer", "11"), ([[7]], "00"), ([[-1, 0]], "00")], ids=str
+)
 def test_cached_steps_of_a_told_layout(lm, where, step):
     n, name, cache = cached(lm, "x:4. x:")
     with mask_heads(lm, "L1H1", where), lm.asking(torch.tensor([n - 1]), torch.tensor([n]), [0]):
@@ -339,7 +391,9 @@ def test_a_tokenizer_without_pad_token_is_checked_by_what_encode_pads_with():
 def test_a_mask_passed_by_position_is_seen(lm):
     batch = lm.encode(PROMPTS)
     with mask_heads(lm, "L0H0", "last"):
-        found = masked_columns(lm, lm.sites[0], 0, lambda: lm.backbone(batch["input_ids"], batch["attention_mask"]))
+        found = masked_columns(
+            lm, lm.sites[0], 0, lambda: lm.backbone(batch["input_ids"], batch["attention_mask"])
+        )
     assert found[0].nonzero()[:, 1].tolist() == (batch["attention_mask"].sum(1) - 1).tolist()
 
 
@@ -458,7 +512,9 @@ def test_a_forward_that_failed_is_not_counted(lm):
     handle.remove()
 
 
-@pytest.mark.parametrize("train", [lambda lm: lm.model.train(), lambda lm: lm.sites[2].mixer.train()], ids=["all", "mixer"])
+@pytest.mark.parametrize(
+    "train", [lambda lm: lm.model.train(), lambda lm: lm.sites[2].mixer.train()], ids=["all", "mixer"]
+)
 def test_training_mode_is_refused(lm, train):
     train(lm)
     with pytest.raises(ModelError, match="training mode.*eval"), mask_heads(lm, "L2H0"):
@@ -556,7 +612,9 @@ def test_fifty_sweeps_leave_memory_and_hooks_as_they_were(lm):
         gc.collect()
         modules = list(lm.model.modules())
         hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in modules)
-        extras = sum(len(m._forward_pre_hooks_with_kwargs) + len(m._forward_hooks_always_called) for m in modules)
+        extras = sum(
+            len(m._forward_pre_hooks_with_kwargs) + len(m._forward_hooks_always_called) for m in modules
+        )
         return sum(isinstance(o, torch.Tensor) for o in gc.get_objects()), hooks, extras
 
     sweep()
@@ -576,7 +634,9 @@ def test_masks_work_with_the_heads_of_each_layer_as_the_layer_counts_them():
     assert self_check(lm).ok
 
 
-@pytest.mark.parametrize("name", [n for n in zoo.NAMES if any(s.kind == "attention" for s in zoo.lm(n).sites)])
+@pytest.mark.parametrize(
+    "name", [n for n in zoo.NAMES if any(s.kind == "attention" for s in zoo.lm(n).sites)]
+)
 def test_the_width_of_an_attention_head_is_the_one_its_module_computes_with(name):
     for site in zoo.lm(name).sites:
         if site.kind == "attention":

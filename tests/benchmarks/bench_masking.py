@@ -1,0 +1,68 @@
+"""What does a mask cost? Forwards with and without masks in one run, in turns, on one thread.
+
+    python tests/benchmarks/bench_masking.py
+
+SmolLM2-135M without its vocabulary, 8 prompts of 128 tokens. The conditions take turns; CPU times are divided by those
+of plain forwards: the best by the best, which the aim is for, and the median of the ratios, which feels what else the
+machine does. Aim: below 1.03. About a minute; REPEATS=3 for fewer.
+"""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import statistics  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import torch  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from ga_utils.masking import mask_heads  # noqa: E402
+from ga_utils.models import load  # noqa: E402
+
+AIM = 1.03
+REPEATS = int(os.environ.get("REPEATS", "5"))
+
+
+def main() -> None:
+    lm = load("smollm2-135m", device="cpu", check=False)
+    ids = torch.randint(10, 40_000, (8, 128), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    heads = lm.head_list()
+    few, many = [heads[40], heads[130], heads[220]], heads[::3]
+    texts = [lm.tokenizer.decode(row[:64]) for row in ids]
+    conditions = {
+        "3 heads, all positions": dict(heads=few),
+        "3 heads, last position": dict(heads=few, positions="last"),
+        "3 heads, lists": dict(heads=few, positions=[[3, -1]] * 8),
+        "90 heads, all positions": dict(heads=many),
+        "90 heads, last position": dict(heads=many, positions="last"),
+        "3 heads, mean fill": dict(heads=few, fill="mean", reference=texts),
+    }
+
+    @torch.no_grad()
+    def forward() -> float:
+        start = time.process_time()
+        lm.backbone(**batch, use_cache=False)  # without the vocabulary, whose cost would hide a mask's
+        return time.process_time() - start
+
+    forward()
+    names = ["no mask", "no mask again (noise)", *conditions]
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(REPEATS):
+        for name in names:
+            with mask_heads(lm, **conditions.get(name, dict(heads=[]))):
+                times[name].append(forward())
+    plain = times.pop("no mask")
+    for name, found in times.items():
+        ratio = min(found) / min(plain)
+        median = statistics.median(f / p for f, p in zip(found, plain, strict=True))
+        verdict = "reached" if ratio < AIM else "MISSED"
+        print(f"{name:<26} {ratio:6.3f} (best)  {median:6.3f} (median)   aim < {AIM:.2f}   {verdict}")
+
+
+if __name__ == "__main__":
+    main()
