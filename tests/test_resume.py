@@ -1,0 +1,73 @@
+"""A run that was killed goes on where it stood, and ends with the very bytes of an unbroken run."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import zoo
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = ["heads=L1H1,L2H0", "pairs=[2,3,4,5]", "n_examples=20", "sweep_pairs=3", "n_random=2"]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy of what `ga run` needs of the checkout, and a folder with a tiny random model."""
+    root = tmp_path_factory.mktemp("project")
+    (root / "book").mkdir()
+    for name in ("_config.yml", "book/_toc.yml", "book/reported.csv"):
+        shutil.copy(ROOT / name, root / name)
+    shutil.copytree(ROOT / "notebooks", root / "notebooks")
+    model, tokenizer = zoo.build("llama")
+    model.save_pretrained(root / "model")
+    tokenizer.save_pretrained(root / "model")
+    return root
+
+
+def run(project: Path, store: Path) -> subprocess.Popen:
+    command = [sys.executable, "-m", "ga_utils.cli", "run", "fig4_kv_retrieval", "--models", "./model", "--store", store]
+    for setting in SETTINGS:
+        command += ["--set", setting]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, cwd=project, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def hashed(store: Path) -> dict[str, bytes]:
+    """What a record's name is taken over and what it holds: not the notes beside it, nor locks."""
+    files = [p for p in store.rglob("*") if p.suffix in (".json", ".npz") and not p.name.endswith(".meta.json")]
+    return {str(p.relative_to(store)): p.read_bytes() for p in files}
+
+
+def kill_tree(process: subprocess.Popen) -> None:
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:
+        member.kill()  # SIGKILL: nothing can tidy up
+    psutil.wait_procs(family, timeout=20)
+    process.communicate()
+
+
+def test_a_killed_run_resumes_and_ends_with_the_same_bytes(project, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    process = run(project, whole)
+    assert process.wait(timeout=240) == 0, process.communicate()
+    unbroken = hashed(whole)
+
+    process = run(project, broken)
+    deadline = time.monotonic() + 200
+    while len(hashed(broken)) < 6:  # mid-way: some records are there, most are not
+        assert process.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
+        time.sleep(0.02)
+    kill_tree(process)
+    kept = hashed(broken)
+    assert 6 <= len(kept) < len(unbroken)
+    stamps = {name: (broken / name).stat().st_mtime_ns for name in kept if name.endswith(".json")}
+
+    process = run(project, broken)
+    assert process.wait(timeout=240) == 0, process.communicate()
+    assert hashed(broken) == unbroken
+    assert all((broken / name).stat().st_mtime_ns == stamp for name, stamp in stamps.items())  # none measured twice
