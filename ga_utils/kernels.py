@@ -1,8 +1,8 @@
 """Which fast CUDA kernels does a model run?
 
-transformers binds the functions of mamba-ssm, causal-conv1d and flash-linear-attention when it first imports the code of
-an architecture, for all models of that architecture in the process, whatever device they are on. On the CPU such a
-kernel cannot run.
+transformers binds the functions of mamba-ssm, causal-conv1d and flash-linear-attention when it first imports
+the code of an architecture, for all models of that architecture in the process, whatever device they are on.
+On the CPU such a kernel cannot run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def versions(packages: list[str]) -> list[str]:
 
 
 def _functions(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """(package of the function that runs, package of the kernel that it stands for) for the functions of its code."""
+    """(package of the function that runs, package of the kernel that it stands for), for each in the code."""
     for module in {type(m).__module__ for m in model.modules()}:
         for value in list(vars(sys.modules.get(module, sys)).values()):
             if not callable(value):
@@ -69,8 +69,10 @@ def _functions(model: nn.Module) -> Iterator[tuple[str, str]]:
                 # transformers keeps the function that runs, and its package's name, in the wrapper's closure
                 names = value.__code__.co_freevars
                 cells = dict(zip(names, value.__closure__, strict=True))
-                if {"package", "implementation"} <= cells.keys() and cells["package"].cell_contents in PACKAGES:
-                    yield _root(cells["implementation"].cell_contents), cells["package"].cell_contents
+                if {"package", "implementation"} <= cells.keys():
+                    package = cells["package"].cell_contents
+                    if package in PACKAGES:
+                        yield _root(cells["implementation"].cell_contents), package
 
 
 def _root(function: object) -> str:

@@ -1,8 +1,8 @@
 """Which positions of a forward call does a mask reach?
 
-Positions are counted in the tokens of an example's own prompt, so they mean the same under left padding, right
-padding and none, and the same in one full forward and in cached steps. What cannot be told for sure is an error:
-a mask one token off measures something else, with plausible numbers.
+Positions are counted in the tokens of an example's own prompt, so they mean the same under left padding,
+right padding and none, and the same in one full forward and in cached steps. What cannot be told for sure is
+an error: a mask one token off measures something else, with plausible numbers.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ class Where:
         if t == 1 and self._seen is not None and len(self._seen) == b:
             return self._seen
         raise HeadError(
-            "The forward call continues a cache, and it cannot be told how many tokens of each example that holds: "
-            "pass an attention_mask over all tokens, or use lm.asking(past=..., prompt_ends=...)."
+            "The forward call continues a cache, and it cannot be told how many tokens of each example that "
+            "holds: pass an attention_mask over all tokens, or use lm.asking(past=..., prompt_ends=...)."
         )
 
     def _prompt_ends(self, layout: Layout, past: Tensor, b: int, t: int) -> Tensor:
-        """[b, 1] position of each prompt's last token; without the asker's word, a call without a past is a prompt."""
+        """[b, 1] position of each prompt's last token; by default a call without a past is a whole prompt."""
         if layout.prompt_ends is not None:
             return _column(layout.prompt_ends, b, "prompt_ends")
         if not past.any():
@@ -141,10 +141,10 @@ def _by_name(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, object]:
 
 
 def real_tokens(lm: LanguageModel, given: dict[str, object], told: bool = False) -> Tensor:
-    """Which columns of a forward call hold real tokens: boolean [b, t], on the CPU. given: its arguments by name.
+    """Which columns of a forward call with arguments `given` hold real tokens: boolean [b, t], on the CPU.
 
-    Raises `HeadError` where that cannot be told: no two-dimensional attention mask, and a batch that begins or ends
-    with the pad token or has no ids. told: the asker vouches that columns without a mask are real.
+    Raises `HeadError` where that cannot be told: no two-dimensional attention mask, and a batch that begins
+    or ends with the pad token or has no ids. told: the asker vouches that columns without a mask are real.
     """
     ids = given.get("input_ids")
     attention = given.get("attention_mask")
@@ -153,13 +153,13 @@ def real_tokens(lm: LanguageModel, given: dict[str, object], told: bool = False)
         return attention[:, -t:].bool().cpu()
     if attention is not None:
         raise HeadError(
-            "The attention mask is not [batch, time], so real tokens cannot be told from padding: pass one that is, with "
-            "1 at real tokens."
+            "The attention mask is not [batch, time], so real tokens cannot be told from padding: pass one "
+            "that is, with 1 at real tokens."
         )
     if not told and _may_hold_pads(lm, ids, b):
         raise HeadError(
-            "The batch may hold pad tokens but came without an attention mask, so the examples' tokens cannot be "
-            "told: pass attention_mask."
+            "The batch may hold pad tokens but came without an attention mask, so the examples' tokens "
+            "cannot be told: pass attention_mask."
         )
     return torch.ones(b, t, dtype=torch.bool)
 
@@ -175,7 +175,7 @@ def _may_hold_pads(lm: LanguageModel, ids: Tensor | None, b: int) -> bool:
 
 
 def _holds_tokens(cache: object) -> bool:
-    """Whether a cache that is handed to a forward call has seen tokens; one that cannot say is taken to have."""
+    """Whether a cache that is handed to a forward call has seen tokens; one that cannot say has."""
     if cache is None:
         return False
     layers = range(len(cache)) if hasattr(cache, "__len__") else ()
@@ -204,7 +204,8 @@ def _read(positions: Positions) -> str | list[list[int]]:
     if positions is None or isinstance(positions, str):
         if positions not in (None, "all", "last", "answer"):
             raise HeadError(
-                f"positions={positions!r} is unknown: use 'all', 'last', 'answer' or one list for each example."
+                f"positions={positions!r} is unknown: use 'all', 'last', 'answer' or one list for each "
+                "example."
             )
         return positions or "all"
     try:
@@ -215,7 +216,7 @@ def _read(positions: Positions) -> str | list[list[int]]:
         rows = [[None]]
     if any(p is None for row in rows for p in row):
         raise HeadError(
-            f"positions={' '.join(repr(positions).split())[:60]} cannot be read: give one list of integers for each "
-            "example of the batch."
+            f"positions={' '.join(repr(positions).split())[:60]} cannot be read: give one list of integers "
+            "for each example of the batch."
         )
     return rows

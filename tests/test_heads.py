@@ -1,4 +1,4 @@
-"""What is a head called? Every accepted form names the same head; every wrong one is a single clear sentence."""
+"""What is a head called? Every accepted form names the same head; every wrong one is one clear sentence."""
 
 import collections
 import operator
@@ -52,10 +52,13 @@ def test_accepted_forms(given, expected):
 
 
 WRONG = [
-    "17", "L17", "H3", "L17H", "LH3", "L-1H3", "L1H-3", "L1.5H2", "L17H24x", "xL17H24", "L1H1,", ",L1H1", "", " ", "17,24",
+    "17", "L17", "H3", "L17H", "LH3", "L-1H3", "L1H-3", "L1.5H2", "L17H24x", "xL17H24", "L1H1,", ",L1H1", "",
+    " ", "17,24",
     "L17..H3", "L17.mamba2", "L17.mamba2.3", "L1H1 and L2H2", "L1 H1",
-    None, 3.5, 17, -1, True, b"L1H1", bytearray(b"\x01\x02"), object(), {}, {"layer": 1, "head": 2}, {1: 2}, {1, 2},
-    (1, 2, 3), [1], (1,), (-1, 2), (2, -1), (1.0, 2.0), (True, 1), (1, False), (17, "24"), ("17", 24), (1, None),
+    None, 3.5, 17, -1, True, b"L1H1", bytearray(b"\x01\x02"), object(), {}, {"layer": 1, "head": 2}, {1: 2},
+    {1, 2},
+    (1, 2, 3), [1], (1,), (-1, 2), (2, -1), (1.0, 2.0), (True, 1), (1, False), (17, "24"), ("17", 24),
+    (1, None),
     [(1, 2), 3], [(1, 2), (3,)], [None], ["L1H1", None], [{}], [b"L1H1"], [(1, 2, 3), (1, 2, 3)],
     np.int64(3), np.array(3), np.array([1.0, 2.0]), np.array([True, False]), np.array([[1, 2, 3]]),
     torch.tensor(3), torch.tensor([1.0, 2.0]), torch.tensor([True, False]), torch.tensor([[1], [2]]),
@@ -78,7 +81,9 @@ def test_the_part_that_could_not_be_read_is_named(given):
         parse_heads(given)
 
 
-@pytest.mark.parametrize("args", [(-1, 0), (0, -1), (1.0, 2), ("1", 2), (None, 0), (True, 0), (0, [1])], ids=repr)
+@pytest.mark.parametrize(
+    "args", [(-1, 0), (0, -1), (1.0, 2), ("1", 2), (None, 0), (True, 0), (0, [1])], ids=repr
+)
 def test_a_head_that_cannot_exist_cannot_be_made(args):
     # Head(0, -1) would otherwise name an empty slice of channels: a mask on it does nothing
     with pytest.raises(HeadError, match="not a head"):
@@ -106,7 +111,19 @@ def test_whole_numbers_of_any_library_are_integers(value):
 
 
 @pytest.mark.parametrize(
-    "value", [True, 3.0, "3", None, np.True_, np.float64(3), torch.tensor(True), torch.tensor(3.0), torch.tensor([3]), operator]
+    "value",
+    [
+        True,
+        3.0,
+        "3",
+        None,
+        np.True_,
+        np.float64(3),
+        torch.tensor(True),
+        torch.tensor(3.0),
+        torch.tensor([3]),
+        operator,
+    ],
 )
 def test_what_only_looks_like_an_integer_is_none(value):
     assert as_integer(value) is None

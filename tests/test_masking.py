@@ -1,4 +1,4 @@
-"""What if heads are off? Exact values of every fill and position, and every way in which a mask could mislead."""
+"""What if heads are off? Exact values of every fill and position, and each way in which one could mislead."""
 
 import copy
 import gc
@@ -180,8 +180,8 @@ def test_references_of_one_token_do_not_stand_for_other_positions():
 
 @pytest.mark.parametrize(
     "positions",
-    ["First", "", "ALL", 3, 1.5, [0, 1, 2], [[0.5]], [["a"]], [[None]], [[True]], {0: [1]}, {(1,), (2,)}, [None],
-     torch.ones(3, 8, dtype=torch.bool), np.ones((3, 8), dtype=bool), ["last", "last", "last"]],
+    ["First", "", "ALL", 3, 1.5, [0, 1, 2], [[0.5]], [["a"]], [[None]], [[True]], {0: [1]}, {(1,), (2,)},
+     [None], torch.ones(3, 8, dtype=torch.bool), np.ones((3, 8), dtype=bool), ["last", "last", "last"]],
     ids=repr,
 )  # fmt: skip
 def test_wrong_positions_are_one_sentence_before_anything_runs(lm, positions):
@@ -240,7 +240,7 @@ def test_what_asking_says_must_fit_the_batch(lm):
 
 
 def masked_columns(lm, site, index, run):
-    """Columns of each forward call inside `run` at which head `index` of `site` is off: one [b, t] for each call."""
+    """Where head `index` of `site` is off in each forward call inside `run`: one [b, t] for each."""
     calls = []
 
     def look(module, args):
@@ -496,7 +496,7 @@ def test_the_self_check_refuses_a_model_that_runs_a_layer_twice(lm):
 
 
 def test_a_forward_that_failed_is_not_counted(lm):
-    """Out of memory at a large batch, then a smaller one: the layers above the failure were rightly not reached."""
+    """Out of memory at a large batch, then a smaller one: layers above the failure were not reached."""
     batch, failures = lm.encode(PROMPTS), [1]
 
     def fail_once(module, args):
@@ -625,7 +625,7 @@ def test_fifty_sweeps_leave_memory_and_hooks_as_they_were(lm):
 
 
 def test_masks_work_with_the_heads_of_each_layer_as_the_layer_counts_them():
-    """Inkling's sliding layers have their own number of heads; the configuration's would cut them in the wrong place."""
+    """Inkling's sliding layers have their own number of heads; the configuration's would cut wrongly."""
     model, tok = zoo.build("inkling", swa_num_attention_heads=2, swa_num_key_value_heads=1, swa_head_dim=32)
     lm = wrap(model, tok)
     assert [(s.n_heads, s.head_dim) for s in lm.sites] == [(2, 32), (4, 16), (2, 32)]

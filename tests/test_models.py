@@ -52,7 +52,14 @@ def no_network(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+    for name in (
+        "HTTPS_PROXY",
+        "https_proxy",
+        "ALL_PROXY",
+        "all_proxy",
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
@@ -200,12 +207,16 @@ def test_offloaded_weights_are_not_fingerprinted():
 # --- devices and dtypes that are not there
 
 
-@pytest.mark.parametrize("dtype", ["float8", "fp8", "int8", "double precision", "", 32, torch.float8_e4m3fn, torch.int8, [1]])
+@pytest.mark.parametrize(
+    "dtype", ["float8", "fp8", "int8", "double precision", "", 32, torch.float8_e4m3fn, torch.int8, [1]]
+)
 def test_unknown_dtypes(saved, dtype):
     refused("use 'float32', 'bfloat16', 'float16' or 'float64'", saved["llama"], dtype=dtype, error=GAError)
 
 
-@pytest.mark.parametrize("device", ["gpu", "meta", "xla", "cuda:x", "", 3.5, "cpu,cuda", torch.device("meta")])
+@pytest.mark.parametrize(
+    "device", ["gpu", "meta", "xla", "cuda:x", "", 3.5, "cpu,cuda", torch.device("meta")]
+)
 def test_unknown_devices(saved, device):
     refused("use 'cpu', 'cuda', 'cuda:1', 'mps' or 'auto'", saved["llama"], device=device, error=GAError)
 
@@ -350,7 +361,9 @@ def test_a_weight_of_the_wrong_shape_is_never_random(saved, tmp_path, name):
 def test_weights_that_the_model_does_not_use_are_said_once(folder, monkeypatch):
     monkeypatch.setattr(errors, "_said", set())
     edit_weights(folder, lambda tensors: tensors.update({"model.layers.9.extra": torch.zeros(3)}))
-    with pytest.warns(UserWarning, match=r"1 tensors that LlamaForCausalLM does not use, first model\.layers\.9\.extra"):
+    with pytest.warns(
+        UserWarning, match=r"1 tensors that LlamaForCausalLM does not use, first model\.layers\.9\.extra"
+    ):
         load(folder, device="cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -361,7 +374,12 @@ def test_an_encoder_is_not_measured_as_a_causal_model(tmp_path):
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, is_decoder=False
+        vocab_size=320,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        is_decoder=False,
     )
     torch.manual_seed(0)
     BertForMaskedLM(config).save_pretrained(tmp_path)
@@ -371,7 +389,7 @@ def test_an_encoder_is_not_measured_as_a_causal_model(tmp_path):
 
 @pytest.mark.parametrize("check", ["causality", "padding"])
 def test_the_self_check_names_what_failed(check):
-    """A model that reads later tokens, or whose padding leaks, gives plausible numbers and must be refused."""
+    """A model that reads later tokens, or whose padding leaks, gives plausible numbers: it is refused."""
     lm = wrap(*zoo.build("llama"))
 
     def leak(module, args):
@@ -536,7 +554,9 @@ def test_a_conversion_that_was_killed_is_not_taken_for_whole(packaged, saved):
         fetch._dequantise = stop
         fetch.packaged_files(registry.find_spec("smollm2-135m"))
     """
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, env=os.environ, capture_output=True)
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, env=os.environ, capture_output=True
+    )
     assert result.returncode == 9, result.stderr
     assert len(list(cache.iterdir())) == 1  # what the dead process left
     lm = load("smollm2-135m", device="cpu")
@@ -560,7 +580,9 @@ def test_two_processes_that_convert_at_once_agree(packaged, monkeypatch):
 def test_a_cache_that_cannot_be_written_is_said_and_passed_by(packaged, monkeypatch, tmp_path):
     monkeypatch.setattr(errors, "_said", set())
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("GA_CACHE", str(tmp_path / "file" / "cache"))  # below a file nothing can be made, even by root
+    monkeypatch.setenv(
+        "GA_CACHE", str(tmp_path / "file" / "cache")
+    )  # below a file nothing can be made, even by root
     with pytest.warns(UserWarning, match="cannot be written"):
         assert load("smollm2-135m", device="cpu").n_layers == 3
 
@@ -568,19 +590,19 @@ def test_a_cache_that_cannot_be_written_is_said_and_passed_by(packaged, monkeypa
 # --- fast kernels
 
 
-FAKE = '''
+FAKE = """
 def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(name)
     def kernel(*args, **kwargs):
         raise RuntimeError("a CUDA kernel was called")
     return kernel
-'''
+"""
 
 
 @pytest.fixture
 def with_fake_kernels(tmp_path):
-    """Run code in a process where mamba_ssm, causal_conv1d and fla can be imported and raise when they are called."""
+    """Run code where mamba_ssm, causal_conv1d and fla can be imported, and raise when they are called."""
     for name in kernels.PACKAGES:
         (tmp_path / "fakes" / name).mkdir(parents=True)
         (tmp_path / "fakes" / name / "__init__.py").write_text(FAKE)
@@ -588,9 +610,11 @@ def with_fake_kernels(tmp_path):
     def run(code):
         path = os.pathsep.join(map(str, (tmp_path / "fakes", ROOT, ROOT / "tests")))
         return subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
+            [sys.executable, "-c", textwrap.dedent(code)],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
             text=True,
-        )  # fmt: skip
+        )
 
     return run
 
@@ -601,7 +625,8 @@ def test_importing_the_package_imports_no_kernels(with_fake_kernels):
         import sys, pkgutil, importlib, ga_utils
         for module in pkgutil.walk_packages(ga_utils.__path__, "ga_utils."):
             importlib.import_module(module.name)
-        print(sorted({m.split(".")[0] for m in sys.modules} & {"mamba_ssm", "causal_conv1d", "fla", "triton"}))
+        roots = {m.split(".")[0] for m in sys.modules}
+        print(sorted(roots & {"mamba_ssm", "causal_conv1d", "fla", "triton"}))
         """
     )
     assert result.stdout.strip() == "[]", result.stderr
