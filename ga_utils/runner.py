@@ -43,7 +43,11 @@ from .registry import resolve_models
 __all__ = ["NotebookRun", "build_book", "find_project", "run_notebooks"]
 
 # papermill's own command line reads parameters as YAML, in which 1e-05 is a text
-_PAPERMILL = "import json, sys, papermill; papermill.execute_notebook(**json.load(sys.stdin))"
+_PAPERMILL = (
+    "import json, sys, papermill; "
+    "papermill.execute_notebook(**json.load(sys.stdin), stderr_file=sys.stderr)"  # the cells' own progress bars
+)
+_SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal to draw a bar on
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -194,16 +198,14 @@ def _papermill(request: dict[str, Any], root: Path, environment: dict[str, str])
         stderr=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C comes to this process alone, which stops the child in order
     )
-    said = bytearray()
+    said, shown = bytearray(), time.monotonic()
     try:
         with contextlib.suppress(BrokenPipeError):  # it died early, and says so on stderr
             child.stdin.write(json.dumps(request).encode())
             child.stdin.close()
         while chunk := os.read(child.stderr.fileno(), 4096):
             said += chunk
-            if sys.stderr.isatty() and b"Executing:" in chunk:
-                sys.stderr.write("\r" + chunk.decode(errors="replace").rpartition("\r")[2].strip("\n"))
-                sys.stderr.flush()
+            shown = _show_progress(chunk.decode(errors="replace"), shown)
         if sys.stderr.isatty():
             sys.stderr.write("\n")
         return child.wait(), _ANSI.sub("", said.decode(errors="replace"))
@@ -217,6 +219,24 @@ def _papermill(request: dict[str, Any], root: Path, environment: dict[str, str])
         raise
     finally:
         child.stderr.close()
+
+
+def _show_progress(text: str, shown: float) -> float:
+    """Pass on the last progress bar in `text`: drawn over on a terminal, else a line now and then.
+
+    `shown` is when a line was last printed, by the monotonic clock; returns the new time.
+    """
+    bars = [part.strip() for part in re.split(r"[\r\n]", _ANSI.sub("", text)) if "%|" in part]
+    if not bars:
+        return shown
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        sys.stderr.write("\r" + bars[-1][:width].ljust(width))
+        sys.stderr.flush()
+    elif time.monotonic() - shown > _SECONDS_BETWEEN_LINES:
+        print(bars[-1], file=sys.stderr, flush=True)
+        return time.monotonic()
+    return shown
 
 
 @contextlib.contextmanager
