@@ -3,10 +3,10 @@
     python tests/benchmarks/bench_masking.py
 
 SmolLM2-135M without its vocabulary, 8 prompts of 128 tokens; the conditions take turns, and times are CPU
-times. Two measures: the time spent inside the mask's own hooks as a share of the forward that they are in (best
-of the repeats), which the aim is for, and the median ratio of masked to plain forwards. On a busy machine that
-ratio swings by more than a mask costs: the first line shows by how much. Aim: below 3%. A minute or two;
-REPEATS=3 for fewer.
+times. Two measures: the time spent inside the mask's own hooks as a share of the forward that they are in
+(best of the repeats), which the aim is for, and the median ratio of masked to plain forwards. On a busy
+machine that ratio swings by more than a mask costs: the first line shows by how much. Aim: below 3%. A
+minute or two; REPEATS=3 for fewer.
 """
 
 import os
