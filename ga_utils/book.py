@@ -32,9 +32,7 @@ def build_book(project_root: Path | None = None, allow_stale: bool = False) -> P
     missing = [name for name in pages if not _page(root, name).is_file()]
     if missing:
         names = " ".join(missing)
-        raise GAError(
-            f"The book needs executed notebooks that are not there yet: run `ga run {names}` first."
-        )
+        raise GAError(f"The book needs executed notebooks that are not there yet: run `ga run {names}` first.")
     stale = [name for name in pages if not is_current(root, name)]
     if stale:
         names = " ".join(stale)

@@ -81,13 +81,9 @@ def plain(forward: Forward, rows: list[tuple[Tree, Node]]) -> None:
     """One full forward over context + node for each row; reads every node on the way, right-padded."""
     start = [len(t.item.context) - 1 for t, _ in rows]
     depth = max(len(node) for _, node in rows)
-    positions = [
-        [s + min(d, len(node)) for d in range(depth + 1)] for s, (_, node) in zip(start, rows, strict=True)
-    ]
+    positions = [[s + min(d, len(node)) for d in range(depth + 1)] for s, (_, node) in zip(start, rows, strict=True)]
     tokens = [[*t.item.context, *node] for t, node in rows]
-    logits, _ = forward(
-        tokens, positions, [t.number for t, _ in rows], [len(t.item.context) for t, _ in rows]
-    )
+    logits, _ = forward(tokens, positions, [t.number for t, _ in rows], [len(t.item.context) for t, _ in rows])
     reads = {}
     for r, (tree, leaf) in enumerate(rows):
         for d in range(len(leaf) + 1):
@@ -112,9 +108,7 @@ def walk(forward: Forward, trees: list[Tree], mask_steps: bool, limit: Limit) ->
     _descend(forward, cache, steps, width, mask_steps, limit)
 
 
-def _descend(
-    forward: Forward, cache, steps: list[tuple[int, Tree, Node]], past: int, mask: bool, limit: Limit
-) -> None:
+def _descend(forward: Forward, cache, steps: list[tuple[int, Tree, Node]], past: int, mask: bool, limit: Limit) -> None:
     """Step every (row of the cache, tree, node), then the nodes below each."""
     most = max(1, limit.tokens * 2 // past) if limit.rows is None else max(limit.rows, 1)
     for start in range(0, len(steps), most):

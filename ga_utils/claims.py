@@ -15,13 +15,14 @@ import numpy as np
 from .stats import Interval, bootstrap, slope
 
 KV_CLAIM = (
-    "The heads that answer multiple-choice questions serve key-value retrieval too, and matter more as the number of pairs "
-    "grows (Figure 4)."
+    "The heads that answer multiple-choice questions serve key-value retrieval too, and matter more as the "
+    "number of pairs grows (Figure 4)."
 )
 KV_RULE = (
-    "At every number of pairs where the intact model is above chance, accuracy with the heads masked lies below accuracy with "
-    "random heads of the same layers masked; and the loss relative to the intact model's accuracy above chance grows with the "
-    "number of pairs (its least-squares slope is above 0). Differences are paired: all conditions answer the same questions."
+    "At every number of pairs where the intact model is above chance, accuracy with the heads masked lies "
+    "below accuracy with random heads of the same layers masked; and the loss relative to the intact model's "
+    "accuracy above chance grows with the number of pairs (its least-squares slope is above 0). Differences are "
+    "paired: all conditions answer the same questions."
 )
 
 
@@ -57,9 +58,7 @@ class KVPoint:
 def kv_retrieval(model: str, points: Sequence[KVPoint]) -> Verdict:
     """Apply `KV_RULE` to one model's points (claim C6)."""
     points = sorted(points, key=lambda p: p.pairs)
-    testable = [
-        p for p in points if bootstrap(lambda g, c=p.chance: g[0].mean() - c, p.stacked()).above
-    ]
+    testable = [p for p in points if bootstrap(lambda g, c=p.chance: g[0].mean() - c, p.stacked()).above]
     if not testable:
         return Verdict("C6", model, "not testable", "The intact model is at chance at every number of pairs.", {})
     gaps = {
@@ -72,7 +71,9 @@ def kv_retrieval(model: str, points: Sequence[KVPoint]) -> Verdict:
     if len(testable) < 2:
         if not overall.above:
             return Verdict("C6", model, "not", "The masked heads cost no more than random heads do.", intervals)
-        return Verdict("C6", model, "partly", "Only one number of pairs is above chance, so no slope can be told.", intervals)
+        return Verdict(
+            "C6", model, "partly", "Only one number of pairs is above chance, so no slope can be told.", intervals
+        )
     sizes = np.array([p.pairs for p in testable])
     chances = [p.chance for p in testable]
 

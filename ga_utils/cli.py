@@ -42,16 +42,12 @@ _SETS = typer.Option(
 _STORE = typer.Option(
     "--store", metavar="DIR", envvar="GA_STORE", help="Where records are kept.", show_default="results"
 )
-_STALE = typer.Option(
-    "--allow-stale", help="Build even if a page was made by other code than today's, and say so."
-)
+_STALE = typer.Option("--allow-stale", help="Build even if a page was made by other code than today's, and say so.")
 
 
 @app.callback(invoke_without_command=True)
 def _main(
-    version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
 ) -> None:
     if version:
         print(f"ga_utils {_version()}")
@@ -101,9 +97,7 @@ def check(
             report = self_check(load(name, check=False))
         rows = [dict(row) for row in report.rows]
         columns = list(dict.fromkeys(key for row in rows for key in row))
-        _print_table(
-            [tuple(c.upper() for c in columns)] + [tuple(_cell(r.get(c)) for c in columns) for r in rows]
-        )
+        _print_table([tuple(c.upper() for c in columns)] + [tuple(_cell(r.get(c)) for c in columns) for r in rows])
         print("passed" if report.ok else "FAILED")
         every = every and report.ok
     if not every:

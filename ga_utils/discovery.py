@@ -19,8 +19,8 @@ def effects(sweep: Sweep) -> pd.DataFrame:
     """One row for each head, strongest first: what masking it alone costs.
 
     loss: mean loss of the answer's log-probability (nats); se: its standard error over examples (paired); z: loss / se;
-    points: loss of accuracy in points; significant: z beyond the one-sided normal quantile of ALPHA divided by the number
-    of heads (Bonferroni).
+    points: loss of accuracy in points; significant: z beyond the one-sided normal quantile of ALPHA divided by the
+    number of heads (Bonferroni).
     """
     n = sweep.logprob.shape[1]
     if n < 2:
@@ -47,17 +47,29 @@ def effects(sweep: Sweep) -> pd.DataFrame:
 def select_heads(sweep: Sweep, share: float = 1 / 3, most: int = 8) -> list[Head]:
     """The heads that a figure masks, strongest first, by a fixed rule.
 
-    Those whose loss is significant after correction for all heads tested and at least `share` of the strongest head's, at
-    most `most`. Raises `TaskError` if there are none: the model does not do this task by any single head, or there were too
-    few examples to tell.
+    Those whose loss is significant after correction for all heads tested and at least `share` of the strongest
+    head's, at most `most`. Raises `TaskError` if there are none: the model does not do this task by any single head,
+    or there were too few examples to tell.
     """
     table = effects(sweep)
     chosen = table[table.significant & (table.loss >= share * table.loss.max())].head(most)
     if chosen.empty:
         raise TaskError(
             f"No head stands out among {len(table)} on {sweep.logprob.shape[1]} examples: the strongest, "
-            f"{table['head'][0]}, costs {table.loss[0]:.3f} nats (z = {table.z[0]:.1f}). More examples may tell, or the model "
-            "does not do this task by single heads."
+            f"{table['head'][0]}, costs {table.loss[0]:.3f} nats (z = {table.z[0]:.1f}). More examples may "
+            "tell, or the model does not do this task by single heads."
         )
     by_name = {str(h): h for h in sweep.heads}
     return [by_name[name] for name in chosen["head"]]
+
+
+def in_words(table: pd.DataFrame) -> str:
+    """How many heads of an `effects` table matter, and whether one stands in the way, as a sentence or two."""
+    text = f"{int(table.significant.sum())} of {len(table)} heads cost something beyond doubt."
+    last = table.iloc[-1]
+    if last.z < -NormalDist().inv_cdf(1 - ALPHA / len(table)):
+        text += (
+            f" Masking {last['head']} *raises* the right answer's log-probability by {-last.loss:.2f} nats, beyond "
+            "doubt too: not every head that matters here helps."
+        )
+    return text

@@ -116,8 +116,6 @@ def plain(value: Any, where: str, numpy: bool) -> Any:
     if isinstance(value, dict):
         for name in value:
             if not isinstance(name, str):
-                raise StoreError(
-                    f"{where} has the field {name!r}: names are text, not {type(name).__name__}."
-                )
+                raise StoreError(f"{where} has the field {name!r}: names are text, not {type(name).__name__}.")
         return {str.__str__(name): plain(item, f"{where}.{name}", numpy) for name, item in value.items()}
     raise StoreError(f"{where} is {value!r:.80}, of type {type(value).__name__}, which a record cannot hold.")

@@ -14,6 +14,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -167,13 +168,13 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
         raise ModelError(f"The hub has no model {repo!r} that this user may read: check the id's spelling.") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
         raise ModelError(
-            f"{at} is not in the hub's cache on this machine, and the hub cannot be reached: go online once, or give a local "
-            "folder."
+            f"{at} is not in the hub's cache on this machine, and the hub cannot be reached: go online once, or "
+            "give a local folder."
         ) from error
     except errors.EntryNotFoundError as error:
         raise ModelError(
-            f"{at} lacks config.json, tokenizer files or safetensors weights, so it cannot be loaded (pickle weights are "
-            "not read)."
+            f"{at} lacks config.json, tokenizer files or safetensors weights, so it cannot be loaded (pickle "
+            "weights are not read)."
         ) from error
     except errors.HFValidationError as error:
         raise ModelError(f"{repo!r} is not a hub id: write it as ORG/NAME.") from error
@@ -205,9 +206,12 @@ def packaged_files(spec: ModelSpec) -> Files:
         return Files(folder, source, digest)
     try:
         root.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(root)
         temporary = Path(tempfile.mkdtemp(prefix=".converting-", dir=root))
     except OSError as error:
-        say_once(f"cache {root}", f"The cache folder {root} cannot be written ({error}); {spec.name} is converted anew.")
+        say_once(
+            f"cache {root}", f"The cache folder {root} cannot be written ({error}); {spec.name} is converted anew."
+        )
         temporary = Path(tempfile.mkdtemp(prefix="ga-"))
         atexit.register(shutil.rmtree, temporary, ignore_errors=True)
         _dequantise(file, temporary)
@@ -224,6 +228,14 @@ def packaged_files(spec: ModelSpec) -> Files:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Files(folder, source, digest)
+
+
+def _remove_abandoned(root: Path) -> None:
+    """Remove half-made conversions that a killed process left over an hour ago: half a gigabyte each."""
+    for folder in root.glob(".converting-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > 3600:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _dequantise(file: Path, folder: Path) -> None:

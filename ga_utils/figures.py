@@ -38,9 +38,9 @@ def style() -> None:
 def kv_curves(table: pd.DataFrame, labels: Mapping[str, str]) -> Figure:
     """Figure 4: accuracy of key-value retrieval against the number of pairs, one panel for each model.
 
-    table: columns model, pairs, series ("intact", "masked", "strongest" or "random"), accuracy, stderr, chance; the random
-    draws are one row each. labels: what each series is called at its line's end, by model and series joined with "/", or by
-    series.
+    table: columns model, pairs, series ("intact", "masked", "strongest" or "random"), accuracy, stderr, chance; the
+    random draws are one row each. labels: what each series is called at its line's end, by model and series joined with
+    "/", or by series.
     """
     models = list(dict.fromkeys(table.model))
     fig = Figure(figsize=(WIDTH, 3.7 * len(models)), layout="constrained")
@@ -90,6 +90,6 @@ def _end_labels(ax: Axes, x: float, ends: Sequence[tuple[float, str, str]]) -> N
         heights[i] = min(heights[i], heights[i + 1] - gap)
     for height, (_, label, series) in zip(heights, ends, strict=True):
         ax.annotate(
-            label, (x, height), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9, color=COLOURS[series],
-            annotation_clip=False,
+            label, (x, height), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9,
+            color=COLOURS[series], annotation_clip=False,
         )  # fmt: skip

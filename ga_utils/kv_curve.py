@@ -1,7 +1,7 @@
 """What does Figure 4 measure? Key-value retrieval against the number of pairs, with and without the retrieval heads.
 
-Heads are found on one set of questions (another seed) and reported on another. Every condition answers the same questions,
-so differences are paired.
+Heads are found on one set of questions (another seed) and reported on another. Every condition answers the same
+questions, so differences are paired.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ class KVSettings:
 
     def task(self, lm: LanguageModel, pairs: int, format: str | None = None) -> Task:
         """The questions on which results are reported, at one number of pairs."""
-        return kv_task(
-            pairs, self.n_examples, self.seed, format or self.format, self.values, lm.tokenizer, self.chat
-        )
+        return kv_task(pairs, self.n_examples, self.seed, format or self.format, self.values, lm.tokenizer, self.chat)
 
     def sweep_task(self, lm: LanguageModel) -> Task:
         """The questions on which heads are selected: none of those that results are reported on."""
@@ -96,8 +94,9 @@ class KVSettings:
 class KVCurve:
     """What was measured on one model.
 
-    table: one row for each series and number of pairs (random: for each draw). points: the same as arrays, for the verdict.
-    formats: accuracy in other prompt formats. effects: the sweep's table, where there was one. records: every record used.
+    table: one row for each series and number of pairs (random: for each draw). points: the same as arrays, for the
+    verdict. formats: accuracy in other prompt formats. effects: the sweep's table, where there was one. records:
+    every record used.
     """
 
     model: str
@@ -191,9 +190,7 @@ def _row(condition: Condition, record: Record) -> dict[str, object]:
 
 def _point(rows: pd.DataFrame) -> KVPoint:
     by = {s: np.stack(list(rows[rows.series == s].correct)) for s in ("intact", "masked", "random")}
-    return KVPoint(
-        int(rows.pairs.iloc[0]), float(rows.chance.iloc[0]), by["intact"][0], by["masked"][0], by["random"]
-    )
+    return KVPoint(int(rows.pairs.iloc[0]), float(rows.chance.iloc[0]), by["intact"][0], by["masked"][0], by["random"])
 
 
 def _percent(correct: np.ndarray) -> str:

@@ -139,7 +139,7 @@ class LanguageModel:
         return resolve(self.sites, head)
 
     def encode(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Token ids and attention mask ``[b, t]`` of prompts, padded on the right, with the tokenizer's special tokens."""
+        """Token ids and attention mask ``[b, t]`` of prompts, padded on the right, special tokens included."""
         rows = [] if isinstance(prompts, str) or not isinstance(prompts, Iterable) else list(prompts)
         if not rows or not all(isinstance(p, str) for p in rows):
             raise GAError(f"prompts={prompts!r:.60} must be a list of one prompt or more.")

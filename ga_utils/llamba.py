@@ -75,9 +75,7 @@ class LlambaBlock(nn.Module):
         mlp = config.mlp_cfg
         self.mlp = LlambaMLP(config.d_model, mlp["intermediate_size"], mlp["bias"], mlp["act_fn"])
 
-    def forward(
-        self, hidden_states: Tensor, padding: Padding | None = None, state: LayerState | None = None
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, padding: Padding | None = None, state: LayerState | None = None) -> Tensor:
         hidden_states = hidden_states + self.mixer(self.input_layernorm(hidden_states), padding, state)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -237,9 +235,7 @@ class LlambaForCausalLM(LlambaPreTrainedModel, GenerationMixin):
         if len(given) > 1:
             raise ModelError("Llamba was given its cache under more than one name; pass it once.")
         if output_attentions:
-            raise ModelError(
-                "Llamba has no attention probabilities; its mixing matrices come from mixer.project()."
-            )
+            raise ModelError("Llamba has no attention probabilities; its mixing matrices come from mixer.project().")
         out = self.backbone(
             input_ids,
             attention_mask,
@@ -250,9 +246,7 @@ class LlambaForCausalLM(LlambaPreTrainedModel, GenerationMixin):
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, keep])
-        out = LlambaOutput(
-            logits=logits.to(work_dtype(logits.dtype)), cache=out.cache, hidden_states=out.hidden_states
-        )
+        out = LlambaOutput(logits=logits.to(work_dtype(logits.dtype)), cache=out.cache, hidden_states=out.hidden_states)
         return out.to_tuple() if return_dict is False else out
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:

@@ -80,9 +80,7 @@ def scan_quadratic(x: Tensor, B: Tensor, C: Tensor, log_decay: Tensor, initial: 
     return y.transpose(1, 2), state
 
 
-def scan_chunked(
-    x: Tensor, B: Tensor, C: Tensor, log_decay: Tensor, initial: Tensor | None = None, block: int = BLOCK
-):
+def scan_chunked(x: Tensor, B: Tensor, C: Tensor, log_decay: Tensor, initial: Tensor | None = None, block: int = BLOCK):
     """The same recurrence cut into blocks: the quadratic form inside each, and a state handed on.
 
     Shapes as in `scan_quadratic`; the cost grows with t * block instead of t * t.
@@ -186,9 +184,7 @@ class LlambaMixer(nn.Module):
         self.use_kernel = True
         self.last_path: str | None = None
 
-    def forward(
-        self, hidden_states: Tensor, padding: Padding | None = None, state: LayerState | None = None
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, padding: Padding | None = None, state: LayerState | None = None) -> Tensor:
         """hidden_states [b, t, d_model] (already normed) -> [b, t, d_model]; a given `state` is moved on."""
         x, B, C, log_decay, z = self.project(hidden_states, padding, state)
         y = self.scan(x, B, C, log_decay, state)
@@ -215,9 +211,7 @@ class LlambaMixer(nn.Module):
         x, B, C = (v.unflatten(-1, (self.n_heads, -1)) for v in (x, B, C))
         return x, B, C, log_decay, z
 
-    def scan(
-        self, x: Tensor, B: Tensor, C: Tensor, log_decay: Tensor, state: LayerState | None = None
-    ) -> Tensor:
+    def scan(self, x: Tensor, B: Tensor, C: Tensor, log_decay: Tensor, state: LayerState | None = None) -> Tensor:
         """y [b, t, h, p] of the recurrence without the D term; float32, or float64 for float64.
 
         Takes what `project` gives. With `state`, the scan starts from its `ssm` and leaves the last one

@@ -151,15 +151,13 @@ class _SiteMask:
         masked = index >= 0 if self.where.mask is None else self.where.on(old.device)
         if bool((masked & ((index >= fill.shape[1]) | filling[..., 0].isnan())).any()):
             raise GAError(
-                "A reference prompt has fewer tokens than its example: resampling needs, at each masked position, the same "
-                "position of the reference."
+                "A reference prompt has fewer tokens than its example: resampling needs, at each masked "
+                "position, the same position of the reference."
             )
         return torch.where(masked.unsqueeze(-1), filling, old)  # pads stay as they are
 
     def report(self, calls: int) -> None:
-        names = ", ".join(str(self.site.head(i)) for i in self.indices[:4]) + (
-            " ..." if len(self.indices) > 4 else ""
-        )
+        names = ", ".join(str(self.site.head(i)) for i in self.indices[:4]) + (" ..." if len(self.indices) > 4 else "")
         if calls and not self.seen:
             raise ModelError(
                 f"The mask on {names} was never reached: {type(self.site.mixer).__name__} does not call its output "
@@ -182,8 +180,8 @@ def check_input(site: HeadSite, x: Tensor) -> None:
     """Raise `ModelError` unless `x` is a projection input ``[b, t, width]`` of `site`."""
     if x.ndim != 3 or x.shape[-1] != site.width:
         raise ModelError(
-            f"{type(site.mixer).__name__} in layer {site.layer} hands its projection an input of shape {tuple(x.shape)}, "
-            f"not [batch, time, {site.width}]: its heads cannot be told apart."
+            f"{type(site.mixer).__name__} in layer {site.layer} hands its projection an input of shape "
+            f"{tuple(x.shape)}, not [batch, time, {site.width}]: its heads cannot be told apart."
         )
 
 
@@ -194,18 +192,14 @@ def _prompts(reference: Sequence[str]) -> list[str]:
     return prompts
 
 
-def _measure_fills(
-    lm: LanguageModel, masks: list[_SiteMask], fill: str, reference: list[str], where: Where
-) -> None:
+def _measure_fills(lm: LanguageModel, masks: list[_SiteMask], fill: str, reference: list[str], where: Where) -> None:
     """Run the reference prompts once and give each site its fill."""
     kept: dict[HeadSite, list[Tensor]] = {m.site: [] for m in masks}
     for start in range(0, len(reference), 16):
         batch = lm.encode(reference[start : start + 16])
         real = batch["attention_mask"].bool().cpu()
         if not real.any(1).all():
-            raise GAError(
-                f"A reference prompt has no tokens: {reference[start + int(real.any(1).int().argmin())]!r}."
-            )
+            raise GAError(f"A reference prompt has no tokens: {reference[start + int(real.any(1).int().argmin())]!r}.")
         # an outer mask sees each reference as the example that it stands for, and no layout of the caller's
         rows = range(start, start + len(real)) if fill == "resample" else None
         with capture_inputs([m.site for m in masks]) as inputs, torch.no_grad(), lm.asking(rows=rows):

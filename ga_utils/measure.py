@@ -66,7 +66,12 @@ def score_under(store: Store, lm: LanguageModel, task: Task, condition: Conditio
 
 
 def sweep_under(
-    store: Store, lm: LanguageModel, task: Task, positions: str = "answer", scored: str = "answer", progress: bool = True
+    store: Store,
+    lm: LanguageModel,
+    task: Task,
+    positions: str = "answer",
+    scored: str = "answer",
+    progress: bool = True,
 ) -> Sweep:
     """The sweep over all heads of `lm` on `task`, kept as one record for each `SHARD` examples."""
     from tqdm import tqdm
@@ -94,8 +99,12 @@ def sweep_under(
         record = store.compute(key, run, meta)
         parts.append(
             Sweep(
-                heads, *(record.arrays[n] for n in ("intact_correct", "intact_logprob", "correct", "logprob")), scored,
-                record.values["shared"], 0, 0,
+                heads,
+                *(record.arrays[n] for n in ("intact_correct", "intact_logprob", "correct", "logprob")),
+                scored,
+                record.values["shared"],
+                0,
+                0,
             )  # fmt: skip
         )
     return Sweep(
@@ -121,8 +130,8 @@ def _shard(task: Task, start: int) -> Task:
 def random_heads(lm: LanguageModel, heads: tuple[Head, ...], seed: int) -> tuple[Head, ...]:
     """As many random heads as `heads`, drawn from the other heads of the same layers, mixer for mixer.
 
-    The same layers, because a head's depth alone decides much of what its loss does. Raises `GAError` if a layer has too
-    few others.
+    The same layers, because a head's depth alone decides much of what its loss does. Raises `GAError` if a layer has
+    too few others.
     """
     rng = np.random.default_rng([seed, 20_250_418])
     drawn: list[Head] = []
@@ -131,8 +140,8 @@ def random_heads(lm: LanguageModel, heads: tuple[Head, ...], seed: int) -> tuple
         others = [i for i in range(site.n_heads) if i not in taken]
         if len(others) < len(taken):
             raise GAError(
-                f"Layer {site.layer} has {site.n_heads} heads, of which {len(taken)} are masked: too few others are left to "
-                "draw random ones from."
+                f"Layer {site.layer} has {site.n_heads} heads, of which {len(taken)} are masked: too few others "
+                "are left to draw random ones from."
             )
         drawn += [site.head(int(i)) for i in sorted(rng.choice(others, len(taken), replace=False))]
     return tuple(drawn)
@@ -158,8 +167,8 @@ def check_fits(lm: LanguageModel, task: Task) -> None:
     longest = max(item.longest for item in encode(lm.tokenizer, task).items)
     if lm.max_length is not None and longest > lm.max_length:
         raise TaskError(
-            f"{task.name} with settings {task.settings} needs {longest} tokens, but {lm.name} takes {lm.max_length}: use "
-            "fewer pairs."
+            f"{task.name} with settings {task.settings} needs {longest} tokens, but {lm.name} takes "
+            f"{lm.max_length}: use fewer pairs."
         )
 
 

@@ -117,15 +117,15 @@ def _build(files: Files, place: torch.device | str, dtype: torch.dtype, attentio
         if report.get(what):
             first = sorted(map(str, report[what]))[0]
             raise ModelError(
-                f"{files.source} is not a whole {type(model).__name__}: {len(report[what])} {what.replace('_', ' ')}, first "
-                f"{first}; it would have run with random weights there."
+                f"{files.source} is not a whole {type(model).__name__}: {len(report[what])} "
+                f"{what.replace('_', ' ')}, first {first}; it would have run with random weights there."
             )
     if report.get("unexpected_keys"):
         first = sorted(report["unexpected_keys"])[0]
         say_once(
             f"unexpected {files.source}",
-            f"{files.source} holds {len(report['unexpected_keys'])} tensors that {type(model).__name__} does not use, first "
-            f"{first}.",
+            f"{files.source} holds {len(report['unexpected_keys'])} tensors that {type(model).__name__} does "
+            f"not use, first {first}.",
         )
     return model
 
@@ -133,14 +133,14 @@ def _build(files: Files, place: torch.device | str, dtype: torch.dtype, attentio
 def _check_kernels(model: torch.nn.Module, files: Files, on_cuda: bool) -> None:
     if not on_cuda and (found := kernels.bound(model)):
         raise ModelError(
-            f"{files.source} cannot run on this device in this process: the code of {type(model).__name__} was imported "
-            f"earlier with the CUDA kernels of {' and '.join(found)}. Load it in a process of its own."
+            f"{files.source} cannot run on this device in this process: the code of {type(model).__name__} was "
+            f"imported earlier with the CUDA kernels of {' and '.join(found)}. Load it in a process of its own."
         )
     if on_cuda and (idle := kernels.unused(model)):
         say_once(
             f"kernels {type(model).__name__}",
-            f"{type(model).__name__} runs without the fast kernels of {' and '.join(idle)}: that package cannot be used, or "
-            "a model of this architecture was loaded for the CPU earlier in this process.",
+            f"{type(model).__name__} runs without the fast kernels of {' and '.join(idle)}: that package cannot "
+            "be used, or a model of this architecture was loaded for the CPU earlier in this process.",
         )
 
 
@@ -148,8 +148,8 @@ def _check_tokenizer(lm: LanguageModel) -> None:
     known = lm.model.get_input_embeddings().weight.shape[0]
     if lm.tokenizer.vocab_size > known:
         raise ModelError(
-            f"The tokenizer of {lm.name} has {lm.tokenizer.vocab_size} tokens and the model embeds {known}: it belongs to "
-            "another model."
+            f"The tokenizer of {lm.name} has {lm.tokenizer.vocab_size} tokens and the model embeds {known}: it "
+            "belongs to another model."
         )
 
 

@@ -40,9 +40,7 @@ def find_project(start: Path | None = None) -> Path:
     for folder in (here, *here.parents):
         if (folder / "_config.yml").is_file() and (folder / "notebooks").is_dir():
             return folder
-    raise GAError(
-        f"{here} is not inside a checkout of the book (a folder with _config.yml and notebooks/): go there."
-    )
+    raise GAError(f"{here} is not inside a checkout of the book (a folder with _config.yml and notebooks/): go there.")
 
 
 def find_notebooks(project_root: Path) -> dict[str, Path]:
@@ -104,9 +102,7 @@ def parameters(notebook: Notebook, settings: Mapping[str, Any]) -> dict[str, Any
         if key not in notebook.defaults:
             close = difflib.get_close_matches(key, notebook.defaults, n=1)
             hint = f" (did you mean {close[0]}?)" if close else ""
-            raise GAError(
-                f"The notebook {notebook.name} takes no parameter {key!r}{hint}: {notebook.takes()}."
-            )
+            raise GAError(f"The notebook {notebook.name} takes no parameter {key!r}{hint}: {notebook.takes()}.")
         values[key] = _coerce(notebook, key, value)
     for key in (*notebook.defaults, *values):
         value = values.get(key, notebook.defaults[key])
@@ -195,9 +191,7 @@ def _imports(notebook: Notebook) -> Iterator[str]:
             try:
                 body = ast.parse(_without_magics(source)).body
             except SyntaxError as error:
-                raise GAError(
-                    f"A code cell of the notebook {notebook.name} is not Python ({error})."
-                ) from error
+                raise GAError(f"A code cell of the notebook {notebook.name} is not Python ({error}).") from error
             for node in body:
                 if isinstance(node, ast.Import):
                     yield from (alias.name.partition(".")[0] for alias in node.names)

@@ -35,9 +35,7 @@ class Where:
         self.index: Tensor | None = None  # [b, t] position of each column in its example, -1 at pads
         self.rows: list[int] = []
         self._told = False  # whether rows were named by the asker
-        self._ends: Tensor | None = (
-            None  # [b, 1] last token of each prompt, by the latest call that began them
-        )
+        self._ends: Tensor | None = None  # [b, 1] last token of each prompt, by the latest call that began them
         self._seen: Tensor | None = None  # [b, 1] tokens of each example up to and with the latest call
         self._moved: dict[torch.device, Tensor] = {}
 
@@ -204,8 +202,7 @@ def _read(positions: Positions) -> str | list[list[int]]:
     if positions is None or isinstance(positions, str):
         if positions not in (None, "all", "last", "answer"):
             raise HeadError(
-                f"positions={positions!r} is unknown: use 'all', 'last', 'answer' or one list for each "
-                "example."
+                f"positions={positions!r} is unknown: use 'all', 'last', 'answer' or one list for each example."
             )
         return positions or "all"
     try:

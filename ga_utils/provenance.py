@@ -30,7 +30,9 @@ def markdown(records: Sequence[Record], command: str) -> str:
     for label, values in _facts(records).items():
         lines.append(f"| {label} | {', '.join(values)} |")
     lines.append(f"| made again by | `{command}` |")
-    lines.append(f"| records | {len(records)}: {', '.join(f'`{r.path.parent.name}/{r.hash[:10]}`' for r in records[:3])} … |")
+    lines.append(
+        f"| records | {len(records)}: {', '.join(f'`{r.path.parent.name}/{r.hash[:10]}`' for r in records[:3])} … |"
+    )
     return "\n".join(lines)
 
 
@@ -52,6 +54,8 @@ def _facts(records: Sequence[Record]) -> dict[str, list[str]]:
         "questions": each(lambda r: f"{r.key['task']['n']} a condition" if r.key["kind"] == "score" else None),
         "seed": each(lambda r: r.key["task"]["settings"].get("seed")),
         "measured": began if len(began) < 3 else [began[0], "to", began[-1]],
-        "time taken": [f"{seconds / 60:.1f} minutes on {threads} threads" for threads in each(lambda r: r.meta.get("threads"))][:1],
+        "time taken": [
+            f"{seconds / 60:.1f} minutes on {threads} threads" for threads in each(lambda r: r.meta.get("threads"))
+        ][:1],
     }
     return {label: values for label, values in facts.items() if values}

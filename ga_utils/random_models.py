@@ -40,7 +40,9 @@ _ZAMBA2 = dict(
 
 #: name -> (class stem, config arguments)
 CONFIGS: dict[str, tuple[str, dict]] = {
-    "gpt2": ("GPT2", dict(vocab_size=320, n_embd=64, n_head=4, n_layer=3, n_positions=2048, bos_token_id=1, eos_token_id=2)),
+    "gpt2": ("GPT2", dict(
+        vocab_size=320, n_embd=64, n_head=4, n_layer=3, n_positions=2048, bos_token_id=1, eos_token_id=2,
+    )),
     "gpt_neox": ("GPTNeoX", {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}),
     "llama": ("Llama", LLAMA),
     "qwen2": ("Qwen2", LLAMA),
@@ -87,7 +89,9 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         LLAMA, num_hidden_layers=4, block_size=16, num_local_experts=2, num_experts_per_tok=1,
         layer_types=["linear_attention", "full_attention", "linear_attention", "full_attention"],
     )),
-    "lfm2": ("Lfm2", dict(LLAMA, num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "full_attention"])),
+    "lfm2": ("Lfm2", dict(
+        LLAMA, num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "full_attention"],
+    )),
     "lfm2_moe": ("Lfm2Moe", dict(
         LLAMA, num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "full_attention"], num_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=32, num_dense_layers=1,
@@ -174,7 +178,7 @@ def build(name: str, seed: int = 0, **overrides):
     return model, tokenizer()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def lm(name: str, seed: int = 0):
     """The same as a `LanguageModel`, built once in a process: leave it as it was."""
     from .language_model import wrap

@@ -135,9 +135,7 @@ class Store:
                         os.replace(_write(path, content), path.with_suffix(suffix))
         record = self._read(path)
         if record is None:
-            raise StoreError(
-                f"The record {path} was written but cannot be read back: the disk loses what it is given."
-            )
+            raise StoreError(f"The record {path} was written but cannot be read back: the disk loses what it is given.")
         return record
 
     def get(self, key: dict[str, Any]) -> Record | None:
@@ -162,9 +160,7 @@ class Store:
     def _path(self, key: dict[str, Any]) -> Path:
         kind = key.get("kind") if isinstance(key, dict) else None
         if not isinstance(kind, str) or not _KIND.match(kind):
-            raise StoreError(
-                f"A record's key needs a 'kind' of lower-case letters, digits, '-' and '_', not {kind!r}."
-            )
+            raise StoreError(f"A record's key needs a 'kind' of lower-case letters, digits, '-' and '_', not {kind!r}.")
         return self.root / kind / f"{record_hash(key)}.json"
 
     def _read(self, path: Path, if_damaged: str = "say") -> Record | None:
@@ -233,9 +229,7 @@ class Store:
 
 def _holds(key: Any, wanted: Any) -> bool:
     if isinstance(wanted, dict):
-        return isinstance(key, dict) and all(
-            name in key and _holds(key[name], wanted[name]) for name in wanted
-        )
+        return isinstance(key, dict) and all(name in key and _holds(key[name], wanted[name]) for name in wanted)
     return key == wanted
 
 

@@ -130,9 +130,7 @@ def _resolve(name: str) -> list[str]:
     if folder.is_dir() or _HUB_ID.match(name) and not name.startswith("."):
         return [name]
     if name.startswith((".", "/", "~")) or os.sep in name:
-        raise GAError(
-            f"There is no folder {name!r}, and it is not the Hugging Face id of a model (ORG/NAME)."
-        )
+        raise GAError(f"There is no folder {name!r}, and it is not the Hugging Face id of a model (ORG/NAME).")
     known = [*registry(), *(f"panel:{p}" for p in panels())]
     close = [c for c in known if c.removeprefix("panel:") == name.lower()]
     close = close or difflib.get_close_matches(name.lower(), known, n=3)

@@ -52,9 +52,7 @@ def reported(
             known = list(dict.fromkeys(getattr(r, name) for r in everything))
             if value not in known:
                 raise GAError(f"No number is reported for the {name} {value!r}; there are {_listed(known)}.")
-        raise GAError(
-            f"No number is reported for {_listed(f'{n} {v!r}' for n, v in wanted.items())} together."
-        )
+        raise GAError(f"No number is reported for {_listed(f'{n} {v!r}' for n, v in wanted.items())} together.")
     return found
 
 

@@ -94,9 +94,7 @@ def run_notebooks(
     _remove_leftovers(out_folder)
     runs = []
     for number, (notebook, values) in enumerate(plan, 1):
-        given = (
-            ", ".join(f"{key}={json.dumps(value)}" for key, value in values.items()) or "its own parameters"
-        )
+        given = ", ".join(f"{key}={json.dumps(value)}" for key, value in values.items()) or "its own parameters"
         print(f"[{number}/{len(plan)}] {notebook.name} with {given}", flush=True)
         runs.append(_run(root, notebook, values, store, out_folder))
         done = f"done in {runs[-1].seconds:.0f} s" if runs[-1].error is None else f"failed: {runs[-1].error}"
@@ -110,9 +108,7 @@ def _plan(
     """Each notebook with its parameters, all checked."""
     if models is not None:
         if "models" in settings:
-            raise GAError(
-                "The models are named twice, by --models and by --set models=...: give one of them."
-            )
+            raise GAError("The models are named twice, by --models and by --set models=...: give one of them.")
         settings = {"models": resolve_models(models), **settings}
     everything = not names
     notebooks = [read_notebook(root, name) for name in dict.fromkeys(names or find_notebooks(root))]
@@ -269,9 +265,7 @@ def _stamp(path: Path, stamp: dict[str, Any], name: str) -> None:
         tags = cell["metadata"].get("tags", [])
         if "injected-parameters" in tags and "hide-input" not in tags:
             cell["metadata"]["tags"] = [*tags, "hide-input"]
-    path.write_text(
-        json.dumps(content, indent=1, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8"
-    )
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _error_of(partial: Path, log: str, kept: Path) -> str:

@@ -114,9 +114,7 @@ def score(
     if batch_size is not None and batch_size < 1:
         raise TaskError(f"batch_size={batch_size} must be 1 or more.")
     if lm.model.training:
-        raise ModelError(
-            "The model is in training mode, where dropout changes scores; call lm.model.eval() first."
-        )
+        raise ModelError("The model is in training mode, where dropout changes scores; call lm.model.eval() first.")
     encoded = task if isinstance(task, EncodedTask) else encode(lm.tokenizer, as_task(task), special_tokens)
     _check_length(lm, encoded)
     trees = [Tree(i, item) for i, item in enumerate(encoded.items)]
@@ -181,9 +179,7 @@ def _gather(encoded: EncodedTask, trees: list[Tree], forward: Forward, checks: i
     for i, (sums, _) in enumerate(results):
         logprobs[i, : len(sums)] = sums
         if not np.isfinite(sums).all():
-            raise GAError(
-                f"The model's log-probabilities of example {i} are not finite; check its dtype and mask."
-            )
+            raise GAError(f"The model's log-probabilities of example {i} are not finite; check its dtype and mask.")
     answers = np.array([item.answer for item in encoded.items])
     predicted = logprobs.argmax(axis=1)
     biased = sum(item.has_prefix for item in encoded.items)

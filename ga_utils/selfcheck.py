@@ -124,8 +124,8 @@ def _check_sites(lm: LanguageModel, batch: dict[str, Tensor]) -> tuple[float, fl
         for site in lm.sites:
             if site not in before or calls[site] != 1:
                 raise ModelError(
-                    f"{lm.name} ({type(lm.model).__name__}) cannot be measured rightly: in one forward pass the mixer of layer "
-                    f"{site.layer} ({site.path}) ran {calls[site]} times and its output projection "
+                    f"{lm.name} ({type(lm.model).__name__}) cannot be measured rightly: in one forward pass the "
+                    f"mixer of layer {site.layer} ({site.path}) ran {calls[site]} times and its output projection "
                     f"{'ran' if site in before else 'was never called'}, where each should run once."
                 )
         # captured before the mask edits it: hooks run in the order in which they were registered

@@ -28,7 +28,8 @@ _LOOKS_LIKE_A_MIXER = re.compile(
     r"(Attention|Mixer|Mamba|DeltaNet|LinearAttn|SSM|Recurrent|LSTM|Rwkv|Retention|ShortConv|Hyena|Griffin)"
     r"(?!.*(Norm\w*|ShortConvolution|MLP|Rotary\w*|Embedding)$)"
 )
-#: depthwise convolutions beside the mixers (Inkling): they mix neighbouring tokens, hold no heads, and no mask reaches them
+#: depthwise convolutions beside the mixers (Inkling): they mix neighbouring tokens, hold no heads, and no mask
+# reaches them
 _BESIDE = re.compile(r"ShortConvolution$")
 #: architectures whose forward ignores the attention mask: padding changes their scores, with no error
 REFUSED = {
@@ -164,8 +165,8 @@ def _mixers(layer: nn.Module, config, where: str) -> list[tuple]:
         elif _BESIDE.search(type(module).__name__):
             say_once(
                 f"beside {where.split(',')[0]}",
-                f"{where.split(',')[0]} also mixes neighbouring tokens in short convolutions beside its heads; masking heads "
-                "leaves those on.",
+                f"{where.split(',')[0]} also mixes neighbouring tokens in short convolutions beside its heads; "
+                "masking heads leaves those on.",
             )
         elif _LOOKS_LIKE_A_MIXER.search(type(module).__name__):
             unknown.append((name, module))

@@ -41,8 +41,8 @@ def bootstrap(statistic: Callable[..., float], *groups: np.ndarray) -> Interval:
     """95% percentile interval of ``statistic(*groups)`` when the examples of each group are drawn again.
 
     groups: arrays [..., n] whose last axis is the examples; the arrays of one group are drawn together where they are
-    stacked in one array, apart from other groups (other task sizes have other examples). A statistic that is not finite in
-    some resamples takes its interval from the others.
+    stacked in one array, apart from other groups (other task sizes have other examples). A statistic that is not
+    finite in some resamples takes its interval from the others.
     """
     rng = np.random.default_rng(SEED)
     draws = []

@@ -40,9 +40,9 @@ TOLERANCE = 1e-4
 class Sweep:
     """The result of `sweep_heads`: h heads, n examples in the task's order.
 
-    intact_correct [n] and intact_logprob [n] (the answer's log-probability, nats); correct [h, n] and logprob [h, n] with
-    that head masked. scored: what `correct` means, see `sweep_heads`. shared: whether the prompt's forward was shared;
-    calls and tokens: forward passes and token positions that it took.
+    intact_correct [n] and intact_logprob [n] (the answer's log-probability, nats); correct [h, n] and logprob [h, n]
+    with that head masked. scored: what `correct` means, see `sweep_heads`. shared: whether the prompt's forward was
+    shared; calls and tokens: forward passes and token positions that it took.
     """
 
     heads: tuple[Head, ...]
@@ -72,14 +72,14 @@ def sweep_heads(
 ) -> Sweep:
     """Mask each of `heads` (default: all) alone, with zero, and score every example of `task`.
 
-    scored: with "candidates" an answer is correct if it is the likeliest candidate, which costs a step for each branching
-    point of the candidates' tokens; with "answer" if greedy choice over the whole vocabulary says it, which costs a step
-    for each token of the answer. The answer's log-probability is the same in both.
+    scored: with "candidates" an answer is correct if it is the likeliest candidate, which costs a step for each
+    branching point of the candidates' tokens; with "answer" if greedy choice over the whole vocabulary says it,
+    which costs a step for each token of the answer. The answer's log-probability is the same in both.
 
-    positions: "answer" (the prompt's last token and the tokens of the candidates) or "last" (the prompt's last token only),
-    as in `masking`; "all" works, one full forward for each head. shared: None shares the prompt's forward where that is
-    exact; False never; True insists. Raises `HeadError` for a head that does not exist and `TaskError` for positions that
-    are not known, or if `shared` is insisted on where it is not exact.
+    positions: "answer" (the prompt's last token and the tokens of the candidates) or "last" (the prompt's last token
+    only), as in `masking`; "all" works, one full forward for each head. shared: None shares the prompt's forward
+    where that is exact; False never; True insists. Raises `HeadError` for a head that does not exist and `TaskError`
+    for positions that are not known, or if `shared` is insisted on where it is not exact.
     """
     chosen = tuple(lm.head_list()) if heads is None else parse_heads(heads)
     for head in chosen:
@@ -118,18 +118,14 @@ def sweep_heads(
         sums, greedy = _variants(forward, masks, i, item, positions, steps_take_mask)
         correct[:, i] = greedy if scored == "answer" else sums.argmax(1) == item.answer
         logprob[:, i] = sums[:, item.answer]
-    return Sweep(
-        chosen, correct[0], logprob[0], correct[1:], logprob[1:], scored, True, forward.calls, forward.tokens
-    )
+    return Sweep(chosen, correct[0], logprob[0], correct[1:], logprob[1:], scored, True, forward.calls, forward.tokens)
 
 
 def _answer_alone(item: EncodedExample) -> EncodedExample:
     return replace(item, continuations=(item.continuations[item.answer],), answer=0)
 
 
-def _plain(
-    lm: LanguageModel, task: Task, heads: Sequence[Head], positions: str, scored: str, progress: bool
-) -> Sweep:
+def _plain(lm: LanguageModel, task: Task, heads: Sequence[Head], positions: str, scored: str, progress: bool) -> Sweep:
     def correct(s: Scores) -> np.ndarray:
         return s.full_vocab_correct if scored == "answer" else s.correct
 
@@ -185,8 +181,8 @@ class _RowMasks:
 def _variants(
     forward: Forward, masks: _RowMasks, number: int, item: EncodedExample, positions: str, steps_take_mask: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probability of each candidate in each variant, [h + 1, candidates] float64, and whether the greedy continuation
-    is the answer, [h + 1]."""
+    """Log-probability of each candidate in each variant, [h + 1, candidates] float64, and whether the greedy
+    continuation is the answer, [h + 1]."""
     tree = Tree(number, item)
     context = item.context
     cache = None
@@ -206,9 +202,7 @@ def _variants(
             state = _step(forward, tree, (), context[-1], rows, branch, len(context) - 1, steps_take_mask, logprob)
         with masks.on(rows) if positions == "answer" else contextlib.nullcontext():
             _below(forward, tree, (), rows, state, len(context), steps_take_mask, logprob)
-        sums.append(
-            torch.stack([sum(logprob[c[:d], c[d]] for d in range(len(c))) for c in item.continuations], dim=1)
-        )
+        sums.append(torch.stack([sum(logprob[c[:d], c[d]] for d in range(len(c))) for c in item.continuations], dim=1))
         greedy.append(torch.stack([logprob[answer[:d], None] == answer[d] for d in range(len(answer))]).all(0))
     return torch.cat(sums).cpu().numpy(), torch.cat(greedy).cpu().numpy()
 
@@ -222,7 +216,14 @@ def _step(forward, tree, node, token, rows, cache, past, steps_take_mask, logpro
     # the first token of a text has no cache to be passed a mask beside
     mask = steps_take_mask or cache is None
     logits, cache = forward(
-        [[token]] * count, [[0]] * count, [tree.number] * count, [len(tree.item.context)] * count, past, cache, True, mask
+        [[token]] * count,
+        [[0]] * count,
+        [tree.number] * count,
+        [len(tree.item.context)] * count,
+        past,
+        cache,
+        True,
+        mask,
     )
     logits = logits[:, 0]
     total = logits.logsumexp(-1).double()

@@ -82,9 +82,7 @@ def weights(size: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> dic
     return out
 
 
-def write(
-    folder: Path, size: str, state: dict[str, Tensor] | None = None, config: dict | None = None
-) -> Path:
+def write(folder: Path, size: str, state: dict[str, Tensor] | None = None, config: dict | None = None) -> Path:
     """A checkpoint folder as published: one model.safetensors and config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights(size) if state is None else state, folder / "model.safetensors")

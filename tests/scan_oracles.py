@@ -105,9 +105,7 @@ def made_by_hand(kind: str, length: int, strength: float = 1.0):
             unit[0][e, h // share], unit[1][e, h // share], gs[e, h], beta[e, h]
         )
     p = site.head_dim
-    cap = Captured(
-        site, tensors, None, draw(2, 4, length, p, seed=7), torch.zeros(2, 4, length, p, dtype=F64)
-    )
+    cap = Captured(site, tensors, None, draw(2, 4, length, p, seed=7), torch.zeros(2, 4, length, p, dtype=F64))
     return cap, oracle
 
 

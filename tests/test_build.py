@@ -127,13 +127,9 @@ def test_mathjax_is_shipped_and_small(html: Path) -> None:
 
 @pytest.mark.browser
 @pytest.mark.parametrize(("page", "formulas"), [("book/index.html", 2), ("book/executed/page.html", 2)])
-def test_formulas_render_without_network(
-    html: Path, tmp_path: Path, chromium: str, page: str, formulas: int
-) -> None:
+def test_formulas_render_without_network(html: Path, tmp_path: Path, chromium: str, page: str, formulas: int) -> None:
     command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
     command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=8000", "--dump-dom"]
-    result = subprocess.run(
-        [*command, (html / page).as_uri()], capture_output=True, text=True, timeout=120, check=True
-    )
+    result = subprocess.run([*command, (html / page).as_uri()], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.count("<mjx-container") == formulas
     assert "<mjx-merror" not in result.stdout

@@ -38,9 +38,7 @@ def project(tmp_path) -> Path:
 def start(folder: Path, *arguments: str, **options) -> subprocess.Popen:
     env = {k: v for k, v in os.environ.items() if k != "GA_STORE"} | {"PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(
-        [sys.executable, "-m", "ga_utils.cli", *arguments], cwd=folder, env=env, **pipes, **options
-    )
+    return subprocess.Popen([sys.executable, "-m", "ga_utils.cli", *arguments], cwd=folder, env=env, **pipes, **options)
 
 
 def ga(folder: Path, *arguments: str) -> tuple[int, str, str]:
@@ -107,9 +105,7 @@ def test_wrong_usage_is_status_2(tmp_path):
 
 def test_a_failing_notebook_is_status_1_and_the_others_are_kept(project):
     write_notebook(project, "b_fine", "print(n)")
-    write_notebook(
-        project, "a_bad", "from ga_utils.errors import TaskError\nraise TaskError('No such task.')"
-    )
+    write_notebook(project, "a_bad", "from ga_utils.errors import TaskError\nraise TaskError('No such task.')")
     status, out, err = ga(project / "notebooks", "run", "--set", "n=4", "--store", "kept")
     assert status == 1
     assert err == "ga: a_bad: No such task.\n"

@@ -127,7 +127,9 @@ def test_left_and_right_padding_agree(name):
     lm = zoo.lm(name)
     right = lm.encode(PROMPTS)
     mask = right["attention_mask"]
-    left = {k: torch.stack([r.roll(int((1 - m).sum())) for r, m in zip(v, mask)]) for k, v in right.items()}
+    left = {
+        k: torch.stack([r.roll(int((1 - m).sum())) for r, m in zip(v, mask, strict=True)]) for k, v in right.items()
+    }
     position_ids = (left["attention_mask"].cumsum(1) - 1).clamp_min(0)
     import inspect
 

@@ -81,9 +81,7 @@ def test_the_part_that_could_not_be_read_is_named(given):
         parse_heads(given)
 
 
-@pytest.mark.parametrize(
-    "args", [(-1, 0), (0, -1), (1.0, 2), ("1", 2), (None, 0), (True, 0), (0, [1])], ids=repr
-)
+@pytest.mark.parametrize("args", [(-1, 0), (0, -1), (1.0, 2), ("1", 2), (None, 0), (True, 0), (0, [1])], ids=repr)
 def test_a_head_that_cannot_exist_cannot_be_made(args):
     # Head(0, -1) would otherwise name an empty slice of channels: a mask on it does nothing
     with pytest.raises(HeadError, match="not a head"):

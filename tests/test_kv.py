@@ -35,9 +35,7 @@ def whole_numbers() -> PreTrainedTokenizerFast:
 
 def test_word_list_is_the_papers_pool() -> None:
     data = resources.files("ga_utils.tasks").joinpath("words.txt").read_bytes()
-    assert (
-        hashlib.sha256(data).hexdigest() == "10feb3d31855a30984bf97fb0f252cb16a2c20ab3e832360ae9b122c28273b10"
-    )
+    assert hashlib.sha256(data).hexdigest() == "10feb3d31855a30984bf97fb0f252cb16a2c20ab3e832360ae9b122c28273b10"
     assert len(words()) == len(set(words())) == 8169
     assert list(words()) == sorted(words())
     assert not [w for w in words() if re.search(r"[\d:\n]", w)]  # a value is the only number of its line
@@ -67,9 +65,7 @@ def test_same_bytes_in_every_process() -> None:
             "PYTHONHASHSEED": hash_seed,
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         digests.add(done.stdout.strip())
     assert len(digests) == 1
 
@@ -113,10 +109,7 @@ def test_formats_and_their_segments(name: str) -> None:
         assert [s.right for s in e.segments] == [i == e.answer for i in range(7)]
         assert all(e.prompt[slice(*s.span)].endswith("\n") for s in e.segments)
         assert all(a.span[1] == b.span[0] for a, b in zip(e.segments, e.segments[1:], strict=False))
-        assert (
-            e.prompt.count(e.meta["key"]) >= 2
-            and e.prompt[e.segments[-1].span[1] :].count(e.meta["key"]) == 1
-        )
+        assert e.prompt.count(e.meta["key"]) >= 2 and e.prompt[e.segments[-1].span[1] :].count(e.meta["key"]) == 1
         assert not e.prompt[-1].isspace()
     assert task.prompt_format == task.settings["format"] == name
 
@@ -182,9 +175,7 @@ def test_chat_prompt_goes_through_the_template() -> None:
     for e, p in zip(task.examples, plain.examples, strict=True):
         # a fixed date: the same task has the same bytes on every day
         assert e.prompt == f"<s>26 Jul 2024 26 Jul 2024|<user>{p.prompt}<assistant>"
-        assert [e.prompt[slice(*s.span)] for s in e.segments] == [
-            p.prompt[slice(*s.span)] for s in p.segments
-        ]
+        assert [e.prompt[slice(*s.span)] for s in e.segments] == [p.prompt[slice(*s.span)] for s in p.segments]
     encoded = encode(tok, task)
     assert encoded.items[0].context.count(tok.bos_token_id) == 1
     with pytest.raises(TaskError, match="special tokens"):

@@ -44,9 +44,7 @@ def tokens(b, t, seed=0):
 
 def scan_inputs(t, dtype, b=2, h=3, p=5, n=4):
     g = torch.Generator().manual_seed(t)
-    x, B, C, a = (
-        torch.randn(b, t, *s, generator=g, dtype=torch.float64) for s in ((h, p), (h, n), (h, n), (h,))
-    )
+    x, B, C, a = (torch.randn(b, t, *s, generator=g, dtype=torch.float64) for s in ((h, p), (h, n), (h, n), (h,)))
     state = torch.randn(b, h, p, n, generator=g, dtype=torch.float64)
     # decays between nearly 1 and nearly 0, so that long and short memories are both tested
     return tuple(v.to(dtype) for v in (x, B / n**0.5, C, -F.softplus(3 * a - 3), state))
@@ -66,9 +64,7 @@ def test_scan_is_the_recurrence(scan, t, dtype, tolerance):
     *inputs, state = scan_inputs(t, torch.float64)
     for initial in (None, state):
         want, want_state = recurrence(*inputs, initial)
-        got, got_state = scan(
-            *(v.to(dtype) for v in inputs), initial=None if initial is None else initial.to(dtype)
-        )
+        got, got_state = scan(*(v.to(dtype) for v in inputs), initial=None if initial is None else initial.to(dtype))
         assert got.dtype == got_state.dtype == dtype
         assert worst(got, want) < tolerance
         assert worst(got_state, want_state) < tolerance
@@ -83,9 +79,7 @@ def test_block_length_never_changes_the_scan():
 
 
 def test_segment_sums_keep_the_digits_of_short_spans():
-    log_decay = -F.softplus(
-        torch.randn(2048, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    )
+    log_decay = -F.softplus(torch.randn(2048, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
     sums = segment_sums(log_decay.float())
     assert torch.isneginf(sums[3, 4]) and sums[5, 5] == 0
     last = torch.arange(1, 2048)
@@ -345,9 +339,7 @@ def test_cache_branches_reorders_and_widens():
     moved, wide = copy.deepcopy(cache), copy.deepcopy(cache)
     moved.reorder_cache(order)
     wide.batch_repeat_interleave(2)
-    assert (
-        worst(model(more, cache=moved).logits, model(torch.cat([ids[order], more], 1)).logits[:, 10:]) < 1e-12
-    )
+    assert worst(model(more, cache=moved).logits, model(torch.cat([ids[order], more], 1)).logits[:, 10:]) < 1e-12
     twice = more.repeat_interleave(2, 0)
     both = torch.cat([ids.repeat_interleave(2, 0), twice], 1)
     assert worst(model(twice, cache=wide).logits, model(both).logits[:, 10:]) < 1e-12
@@ -355,10 +347,7 @@ def test_cache_branches_reorders_and_widens():
     picked = model(ids, use_cache=True).cache
     picked.batch_select_indices(torch.tensor([1]))
     assert picked.batch_size == 1
-    assert (
-        worst(model(more[1:2], cache=picked).logits, model(torch.cat([ids, more], 1)).logits[1:2, 10:])
-        < 1e-12
-    )
+    assert worst(model(more[1:2], cache=picked).logits, model(torch.cat([ids, more], 1)).logits[1:2, 10:]) < 1e-12
     picked.reset()
     assert picked.get_seq_length() == 0 and worst(model(ids, cache=picked).logits, model(ids).logits) < 1e-12
 
@@ -466,9 +455,7 @@ def test_heads_are_contiguous_slices_that_sum_to_the_output():
 
 def test_out_proj_hook_fires_at_every_decoding_step():
     model, ids, widths = build(), tokens(1, 6), []
-    model.backbone.layers[2].mixer.out_proj.register_forward_pre_hook(
-        lambda m, a: widths.append(a[0].shape[1])
-    )
+    model.backbone.layers[2].mixer.out_proj.register_forward_pre_hook(lambda m, a: widths.append(a[0].shape[1]))
     model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
     model.train()(ids)
     assert widths == [6, 1, 1, 1, 6]

@@ -59,9 +59,7 @@ def test_each_fill_stands_exactly_where_it_should(name, where, fill):
         masked = inputs_of(lm, batch, site)
     expected = plain.clone()
     for b, n in enumerate(lengths):
-        at = {"all": range(n), "last": [n - 1], "answer": [n - 1]}.get(
-            where if isinstance(where, str) else None
-        )
+        at = {"all": range(n), "last": [n - 1], "answer": [n - 1]}.get(where if isinstance(where, str) else None)
         at = [p % n for p in where[b]] if at is None else at
         for p in at:
             if fill == "zero":
@@ -276,9 +274,7 @@ def test_generation_masks_the_prompt_and_its_answer_as_one_forward_does(name, wh
             lm,
             site,
             1,
-            lambda: out.append(
-                lm.model.generate(**batch, max_new_tokens=4, do_sample=False, eos_token_id=None)
-            ),
+            lambda: out.append(lm.model.generate(**batch, max_new_tokens=4, do_sample=False, eos_token_id=None)),
         )
     text = ["".join(str(int(v)) for v in call[0]) for call in calls]
     assert text == [prompt, *answer]
@@ -287,9 +283,7 @@ def test_generation_masks_the_prompt_and_its_answer_as_one_forward_does(name, wh
         (full,) = masked_columns(lm, site, 1, lambda: lm.model(out[0][:, :-1]))
         logits = lm.model(out[0][:, :-1]).logits
     assert "".join(str(int(v)) for v in full[0]) == prompt + answer
-    assert torch.equal(
-        logits[0, 7:].argmax(-1), out[0][0, 8:]
-    )  # greedy: the cached run followed the same masks
+    assert torch.equal(logits[0, 7:].argmax(-1), out[0][0, 8:])  # greedy: the cached run followed the same masks
 
 
 def test_padded_generation_is_told_apart_by_the_mask(lm):
@@ -391,9 +385,7 @@ def test_a_tokenizer_without_pad_token_is_checked_by_what_encode_pads_with():
 def test_a_mask_passed_by_position_is_seen(lm):
     batch = lm.encode(PROMPTS)
     with mask_heads(lm, "L0H0", "last"):
-        found = masked_columns(
-            lm, lm.sites[0], 0, lambda: lm.backbone(batch["input_ids"], batch["attention_mask"])
-        )
+        found = masked_columns(lm, lm.sites[0], 0, lambda: lm.backbone(batch["input_ids"], batch["attention_mask"]))
     assert found[0].nonzero()[:, 1].tolist() == (batch["attention_mask"].sum(1) - 1).tolist()
 
 
@@ -612,9 +604,7 @@ def test_fifty_sweeps_leave_memory_and_hooks_as_they_were(lm):
         gc.collect()
         modules = list(lm.model.modules())
         hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in modules)
-        extras = sum(
-            len(m._forward_pre_hooks_with_kwargs) + len(m._forward_hooks_always_called) for m in modules
-        )
+        extras = sum(len(m._forward_pre_hooks_with_kwargs) + len(m._forward_hooks_always_called) for m in modules)
         return sum(isinstance(o, torch.Tensor) for o in gc.get_objects()), hooks, extras
 
     sweep()
@@ -634,9 +624,7 @@ def test_masks_work_with_the_heads_of_each_layer_as_the_layer_counts_them():
     assert self_check(lm).ok
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in zoo.NAMES if any(s.kind == "attention" for s in zoo.lm(n).sites)]
-)
+@pytest.mark.parametrize("name", [n for n in zoo.NAMES if any(s.kind == "attention" for s in zoo.lm(n).sites)])
 def test_the_width_of_an_attention_head_is_the_one_its_module_computes_with(name):
     for site in zoo.lm(name).sites:
         if site.kind == "attention":

@@ -92,9 +92,7 @@ def test_looking_changes_no_logit_and_leaves_no_trace(name):
     seen = []
     with torch.no_grad():
         before = lm.model(**batch).logits
-        with reading.watching(
-            lm, lm.sites, batch["attention_mask"].bool(), lambda cap: seen.append(cap.site)
-        ):
+        with reading.watching(lm, lm.sites, batch["attention_mask"].bool(), lambda cap: seen.append(cap.site)):
             during = lm.model(**batch).logits
         after = lm.model(**batch).logits
     assert set(seen) == set(lm.sites)
@@ -129,9 +127,7 @@ def test_padding_changes_no_row(name, side):
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize(
-    "name", ["gpt2", "llama", "mistral", "gemma3", "zamba2", "kimi_linear", "lfm3", "inkling"]
-)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gemma3", "zamba2", "kimi_linear", "lfm3", "inkling"])
 def test_every_attention_implementation_gives_the_same_pattern(name, implementation):
     lm, batch = zoo.lm(name), inputs(random_ids(40))
     sites = [s for s in lm.sites if s.kind == "attention"]
@@ -237,9 +233,7 @@ def test_decays_keep_their_digits_over_8192_tokens():
     at = [length - 1, 5000, 17]
     rows = mamba2.decayed_rows(ones, ones, None, steps[None, None], [0], torch.tensor([at]))[0, 0]
     short = slice(length - 3000, length)
-    square = mamba2.decayed_products(
-        ones[:, :, short], ones[:, :, short], None, steps[None, None, short], [0]
-    )[0, 0]
+    square = mamba2.decayed_products(ones[:, :, short], ones[:, :, short], None, steps[None, None, short], [0])[0, 0]
     exact = steps.double().tolist()
     checked = 0
     for i, t in enumerate(at):

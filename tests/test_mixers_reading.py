@@ -27,9 +27,7 @@ def test_effective_entries_are_lengths_in_the_residual_stream(kind):
     w, after = head_weight(site, head), FAMILIES[kind].after(cap, [head])[0, 0]
     for t, s in [(11, 0), (11, 11), (5, 4), (7, 7)]:
         length = (w @ (after[t] * wide(cap.value)[0, head, s])).norm()
-        assert float(found[site.head(head)][0, t, s]) == pytest.approx(
-            float(m[t, s] * length), rel=1e-4, abs=1e-7
-        )
+        assert float(found[site.head(head)][0, t, s]) == pytest.approx(float(m[t, s] * length), rel=1e-4, abs=1e-7)
     row = mixers.rows(lm, batch, site.head(head), [5], variant="effective")[site.head(head)][0, 0]
     assert error(row, found[site.head(head)][0, 5]) <= 1e-5
 
@@ -66,14 +64,10 @@ def test_row_statistics_read_the_rows(kind):
             share = own.abs() / own.abs().sum(-1, keepdim=True)
             start, end = spans[b][1]
             assert torch.allclose(found.mass[i, b, :, 1], share[:, start:end].sum(-1), atol=1e-6)
-            assert torch.allclose(
-                found.entropy[i, b], -(share * share.clamp_min(1e-30).log()).sum(-1), atol=1e-5
-            )
+            assert torch.allclose(found.entropy[i, b], -(share * share.clamp_min(1e-30).log()).sum(-1), atol=1e-5)
             assert torch.equal(found.top_position[i, b], share.argmax(-1))
             assert torch.allclose(found.negative[i, b], torch.where(own < 0, share, 0.0).sum(-1), atol=1e-6)
-    with pytest.raises(
-        HeadError, match=r"Span \(20, 24\) does not lie inside example 1, which has 23 tokens"
-    ):
+    with pytest.raises(HeadError, match=r"Span \(20, 24\) does not lie inside example 1, which has 23 tokens"):
         mixers.row_statistics(lm, batch, heads, "last", [[(0, 1)], [(20, 24)]])
 
 
@@ -135,9 +129,7 @@ def test_training_mode_is_refused():
 
 def test_a_mixer_without_a_family_is_named(monkeypatch):
     monkeypatch.delitem(FAMILIES, "deltanet")
-    with pytest.raises(
-        GAError, match="Qwen3NextGatedDeltaNet is a mixer of kind deltanet, which has no matrix"
-    ):
+    with pytest.raises(GAError, match="Qwen3NextGatedDeltaNet is a mixer of kind deltanet, which has no matrix"):
         mixers.matrix(zoo.lm("qwen3_next"), "text", "L0H0")
 
 

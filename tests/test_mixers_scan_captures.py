@@ -176,9 +176,7 @@ def test_a_compiled_scan_with_other_argument_names_is_read_too(name, monkeypatch
     scope = namespace(next(s for s in find_sites(net) if s.kind == "mamba1"))
     torch_scan = inspect.unwrap(scope["mamba_selective_scan"])
 
-    def kernel(
-        u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False
-    ):
+    def kernel(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False):
         return torch_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state)
 
     @functools.wraps(torch_scan)

@@ -214,9 +214,7 @@ def test_unknown_dtypes(saved, dtype):
     refused("use 'float32', 'bfloat16', 'float16' or 'float64'", saved["llama"], dtype=dtype, error=GAError)
 
 
-@pytest.mark.parametrize(
-    "device", ["gpu", "meta", "xla", "cuda:x", "", 3.5, "cpu,cuda", torch.device("meta")]
-)
+@pytest.mark.parametrize("device", ["gpu", "meta", "xla", "cuda:x", "", 3.5, "cpu,cuda", torch.device("meta")])
 def test_unknown_devices(saved, device):
     refused("use 'cpu', 'cuda', 'cuda:1', 'mps' or 'auto'", saved["llama"], device=device, error=GAError)
 
@@ -580,9 +578,7 @@ def test_two_processes_that_convert_at_once_agree(packaged, monkeypatch):
 def test_a_cache_that_cannot_be_written_is_said_and_passed_by(packaged, monkeypatch, tmp_path):
     monkeypatch.setattr(errors, "_said", set())
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(
-        "GA_CACHE", str(tmp_path / "file" / "cache")
-    )  # below a file nothing can be made, even by root
+    monkeypatch.setenv("GA_CACHE", str(tmp_path / "file" / "cache"))  # below a file nothing can be made, even by root
     with pytest.warns(UserWarning, match="cannot be written"):
         assert load("smollm2-135m", device="cpu").n_layers == 3
 

@@ -268,9 +268,7 @@ def test_find_filters_by_parts_of_the_key(tmp_path):
     store = Store(tmp_path)
     for model in ("a", "b"):
         for seed in (1, 0):
-            store.compute(
-                {"kind": "score", "model": {"name": model, "layers": 4}, "seed": seed}, lambda: {"x": 1}
-            )
+            store.compute({"kind": "score", "model": {"name": model, "layers": 4}, "seed": seed}, lambda: {"x": 1})
     store.compute({"kind": "sweep", "model": {"name": "a"}}, lambda: {"x": 1})
     assert [(r.key["model"]["name"], r.key["seed"]) for r in store.find("score")] == [
         ("a", 0), ("a", 1), ("b", 0), ("b", 1),
@@ -312,9 +310,7 @@ def sources(**changes: str) -> dict[str, bytes]:
 
 def test_the_code_hash_follows_imports():
     def names(name):
-        return [
-            n.removeprefix("ga_utils").removeprefix(".") for n in reachable(sources(), [f"ga_utils.{name}"])
-        ]
+        return [n.removeprefix("ga_utils").removeprefix(".") for n in reachable(sources(), [f"ga_utils.{name}"])]
 
     assert names("heads") == ["heads"]
     assert names("sites") == ["heads", "sites"]

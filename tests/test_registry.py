@@ -44,9 +44,7 @@ def test_every_entry_is_consistent():
         assert bool(spec.id) != bool(spec.package), "weights come from one place"
         assert spec.family in {"transformer", "mamba-1", "mamba-2", "hybrid"}
         assert all(head.layer < spec.layers for head in parse_heads([*spec.gather, *spec.aggregate]))
-        assert bool(spec.gather or spec.aggregate) == bool(spec.heads_source), (
-            "heads are named on somebody's word"
-        )
+        assert bool(spec.gather or spec.aggregate) == bool(spec.heads_source), "heads are named on somebody's word"
     assert {s.name for s in registry().values() if s.gated} == {
         "llama-3.1-8b-instruct",
         "llama-3.2-3b-instruct",
@@ -58,9 +56,7 @@ def test_heads_named_in_print():
         assert parse_heads(registry()[name].gather) == parse_heads(gather)
         assert parse_heads(registry()[name].aggregate) == parse_heads(aggregate)
     zamba = parse_heads(registry()["zamba2-7b"].aggregate)
-    assert {(h.layer, h.index) for h in zamba} == {
-        (la, i) for la in (47, 59) for i in (2, 4, 6, 8, 17, 18, 21, 25)
-    }
+    assert {(h.layer, h.index) for h in zamba} == {(la, i) for la in (47, 59) for i in (2, 4, 6, 8, 17, 18, 21, 25)}
     assert registry()["llamba-3b"].gather == ()
 
 

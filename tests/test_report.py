@@ -17,9 +17,7 @@ def test_the_papers_numbers():
         ("meta-llama/Llama-3.1-8B-Instruct", "mmlu", 66.32, "% accuracy")
     ]
     assert reported_value("hybrid_delegation", condition="intact", path=FILE).value == 64.3
-    masked = reported_value(
-        "hybrid_delegation", condition="aggregate attention masked", metric="mmlu", path=FILE
-    )
+    masked = reported_value("hybrid_delegation", condition="aggregate attention masked", metric="mmlu", path=FILE)
     assert (masked.value, masked.confidence) == (34.9, "high") and "three different masks" in masked.note
 
 

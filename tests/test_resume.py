@@ -30,7 +30,17 @@ def project(tmp_path_factory):
 
 
 def run(project: Path, store: Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "ga_utils.cli", "run", "fig4_kv_retrieval", "--models", "./model", "--store", store]
+    command = [
+        sys.executable,
+        "-m",
+        "ga_utils.cli",
+        "run",
+        "fig4_kv_retrieval",
+        "--models",
+        "./model",
+        "--store",
+        store,
+    ]
     for setting in SETTINGS:
         command += ["--set", setting]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -56,13 +56,9 @@ def project(tmp_path_factory) -> Path:
     (root / "book").mkdir()
     (root / "_config.yml").write_text(CONFIG)
     (root / "book" / "index.md").write_text("# Sample\n\nText.\n")
-    parameters = (
-        "models = ['zamba2-7b']  # which\nn: int = 1\nrate = 0.5\nlabel = 'x'\nquick = False\npairs = [1, 2]"
-    )
+    parameters = "models = ['zamba2-7b']  # which\nn: int = 1\nrate = 0.5\nlabel = 'x'\nquick = False\npairs = [1, 2]"
     write_notebook(root, "good", GOOD, parameters)
-    write_notebook(
-        root, "refuses", "from ga_utils.errors import TaskError\nraise TaskError('Two is one too many.')"
-    )
+    write_notebook(root, "refuses", "from ga_utils.errors import TaskError\nraise TaskError('Two is one too many.')")
     write_notebook(root, "breaks", "x = {}\nx['missing']")
     write_notebook(root, "dies", "import os\nos._exit(3)", None)
     return root
@@ -148,11 +144,7 @@ def test_a_success_clears_the_failure_before_it_and_a_failure_keeps_the_success(
     assert go(True) is None and published.exists()
     assert not failed.exists() and not failed.with_suffix(".log").exists()
     before = published.read_bytes()
-    assert (
-        go(False).startswith("AssertionError. The full")
-        and failed.exists()
-        and published.read_bytes() == before
-    )
+    assert go(False).startswith("AssertionError. The full") and failed.exists() and published.read_bytes() == before
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"maybe.ipynb", f".maybe.{os.getppid()}.ipynb"}
 
 

@@ -45,12 +45,8 @@ def tokenizer(merges=(), template: str = "<s> $A", pad: bool = True) -> PreTrain
     tok = Tokenizer(models.BPE(vocab=vocab, merges=list(merges), unk_token="<unk>"))
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tok.decoder = decoders.ByteLevel()
-    tok.post_processor = processors.TemplateProcessing(
-        single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
-    )
-    names = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>") | (
-        dict(pad_token="<pad>") if pad else {}
-    )
+    tok.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 1), ("</s>", 2)])
+    names = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>") | (dict(pad_token="<pad>") if pad else {})
     return PreTrainedTokenizerFast(tokenizer_object=tok, **names)
 
 
@@ -75,9 +71,7 @@ def oracle(lm: LanguageModel, task: Task, special: str = "tokenizer") -> list[tu
         start = len(os.path.commonprefix(texts))
         sums, greedy = [], False
         for i, ids in enumerate(texts[1:]):
-            logp = torch.log_softmax(
-                lm.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].double(), -1
-            )
+            logp = torch.log_softmax(lm.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].double(), -1)
             sums.append(sum(logp[k - 1, ids[k]].item() for k in range(start, len(ids))))
             if i == e.answer:
                 greedy = all(logp[k - 1].argmax().item() == ids[k] for k in range(start, len(ids)))
@@ -111,9 +105,7 @@ def _nothing_said_yet(monkeypatch) -> None:
     monkeypatch.setattr(errors, "_said", set())
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Candidates of several tokens", "ignore:In .* one candidate's tokens begin"
-)
+@pytest.mark.filterwarnings("ignore:Candidates of several tokens", "ignore:In .* one candidate's tokens begin")
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_equals_one_full_forward_a_candidate(name: str) -> None:
     lm = zoo.lm(name)
@@ -135,9 +127,7 @@ def test_equals_the_oracle_on_kv_with_and_without_bos(name: str, bos: bool) -> N
     assert_equal_to_oracle(score(lm, task, special_tokens="none"), oracle(lm, task, "none"))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Candidates of several tokens", "ignore:In .* one candidate's tokens begin"
-)
+@pytest.mark.filterwarnings("ignore:Candidates of several tokens", "ignore:In .* one candidate's tokens begin")
 @pytest.mark.parametrize("name", MAIN)
 def test_batch_order_and_companions_do_not_matter(name: str) -> None:
     lm = zoo.lm(name)
@@ -178,9 +168,7 @@ def test_several_tokens_take_one_prompt_and_one_step_a_branch() -> None:
     assert scores.checks == len(seen) - len(work) == 3 and scores.calls == len(work) == 2
     length = len(encode(lm.tokenizer, task).items[0].context)
     assert work == [(1, length), (len(firsts), 1)] and scores.tokens == length + len(firsts)
-    assert (
-        score(lm, task).checks == 3 and score(lm, task).checks == 0
-    )  # a hook fewer: proved anew, then known
+    assert score(lm, task).checks == 3 and score(lm, task).checks == 0  # a hook fewer: proved anew, then known
 
 
 def test_tokens_that_all_candidates_share_cost_nothing() -> None:
@@ -194,9 +182,7 @@ def test_tokens_that_all_candidates_share_cost_nothing() -> None:
 def test_only_the_needed_logits_are_computed() -> None:
     lm = zoo.lm("llama")
     shapes = []
-    handle = lm.model.get_output_embeddings().register_forward_hook(
-        lambda m, args, out: shapes.append(out.shape)
-    )
+    handle = lm.model.get_output_embeddings().register_forward_hook(lambda m, args, out: shapes.append(out.shape))
     score(lm, kv_task(8, 4, 0, values="0-9"))
     handle.remove()
     assert [tuple(s[:2]) for s in shapes] == [(4, 1)]
@@ -204,9 +190,7 @@ def test_only_the_needed_logits_are_computed() -> None:
 
 def test_a_merge_across_the_boundary_moves_the_boundary() -> None:
     lm = lm_of("llama", tokenizer((("s", "1"), *TWO_DIGITS)), vocab_size=VOCAB)
-    task = Task(
-        "merge", (Example("the value is", ("17", "57", "10"), 0), Example("the value:", ("17", "57"), 1))
-    )
+    task = Task("merge", (Example("the value is", ("17", "57", "10"), 0), Example("the value:", ("17", "57"), 1)))
     scores = score(lm, task)
     assert scores.boundary_moved == 1
     first = encode(lm.tokenizer, task).items[0]
@@ -252,9 +236,7 @@ def test_the_check_finds_a_cache_that_drifts(monkeypatch) -> None:
         if "dt_bias" in name:
             p.data.fill_(-9.0)
     task = kv_task(5, 2, 0, values="10-99")
-    with pytest.warns(
-        UserWarning, match="zamba2, because its cached steps were checked and not trusted: .*deviations"
-    ):
+    with pytest.warns(UserWarning, match="zamba2, because its cached steps were checked and not trusted: .*deviations"):
         scores = score(lm, task)
     assert not scores.cached
     assert_equal_to_oracle(scores, oracle(lm, task))
@@ -329,9 +311,7 @@ def test_full_vocabulary_asks_more_than_the_candidates() -> None:
     bias = torch.zeros(320)
     bias[lm.tokenizer.convert_tokens_to_ids("x")] = 5.0
     head.bias = torch.nn.Parameter(bias)
-    task = Task(
-        "t", (Example("p", ("x", "y"), 0), Example("p", ("y", "z"), 0), Example("p", ("xx", "xy"), 0))
-    )
+    task = Task("t", (Example("p", ("x", "y"), 0), Example("p", ("y", "z"), 0), Example("p", ("xx", "xy"), 0)))
     scores = score(lm, task)
     assert scores.correct.tolist() == [True, True, True]
     assert scores.full_vocab_correct.tolist() == [True, False, True]
@@ -349,9 +329,7 @@ def test_summary_is_json_and_arrays_are_plain(tmp_path) -> None:
     with np.load(tmp_path / "a.npz", allow_pickle=False) as kept:
         assert kept["logprobs"].dtype == np.float64 and kept["logprobs"].shape == (8, 5)
         assert (kept["correct"] == (kept["predicted"] == [e.answer for e in task.examples])).all()
-        assert (
-            kept["answer_logprob"] == [scores.logprobs[i, e.answer] for i, e in enumerate(task.examples)]
-        ).all()
+        assert (kept["answer_logprob"] == [scores.logprobs[i, e.answer] for i, e in enumerate(task.examples)]).all()
 
 
 @pytest.mark.filterwarnings("ignore:Candidates of several tokens")
@@ -363,9 +341,7 @@ def test_bad_requests_are_said() -> None:
         score(lm, MIXED, special_tokens="bos")
     with pytest.raises(TaskError, match="list of Example"):
         score(lm, ["a prompt"])
-    unknown = PreTrainedTokenizerFast(
-        tokenizer_object=_words({"<unk>": 0, "p": 1, "a": 2}), unk_token="<unk>"
-    )
+    unknown = PreTrainedTokenizerFast(tokenizer_object=_words({"<unk>": 0, "p": 1, "a": 2}), unk_token="<unk>")
     with pytest.raises(TaskError, match="same ids"):
         score(wrap(lm.model, unknown, "x"), Example("p ", ("b", "c"), 0))
     lm.model.train()

@@ -69,9 +69,7 @@ class MixerMatrices(Mapping[Head, Tensor]):
     def __getitem__(self, head: object) -> Tensor:
         found = parse_heads(head)
         if len(found) != 1 or found[0] not in self.values_by_head:
-            raise HeadError(
-                f"{head} is not among these matrices: {', '.join(map(str, self.values_by_head))}."
-            )
+            raise HeadError(f"{head} is not among these matrices: {', '.join(map(str, self.values_by_head))}.")
         return self.values_by_head[found[0]]
 
     def __iter__(self) -> Iterator[Head]:
@@ -244,9 +242,7 @@ def _each(
     b, length = batch["input_ids"].shape
     n_rows, size = length if where is None else where.shape[1], reading.itemsize(lm)
     n_heads = sum(map(len, chosen.values()))
-    scratch = (
-        4 * b * n_rows * length * size
-    )  # of one head; the family's own need is looked at when it is known
+    scratch = 4 * b * n_rows * length * size  # of one head; the family's own need is looked at when it is known
     what = f"The matri{'ces' if n_heads > 1 else 'x'} of {n_heads} head{'s' * (n_heads > 1)}"
     if where is None:
         advice = "name fewer heads or shorter texts, or ask rows() for the positions that matter"
@@ -269,9 +265,7 @@ def _each(
     reading.visit(lm, batch, list(chosen), see, grad)
 
 
-def _check(
-    family: Family, cap: Captured, part: list[int], m: Tensor, with_d: bool, at: Tensor | None
-) -> None:
+def _check(family: Family, cap: Captured, part: list[int], m: Tensor, with_d: bool, at: Tensor | None) -> None:
     if family.has_d and not with_d:
         # without D, M x value is not the output; the last rows with D stand for the matrix
         length = cap.length - 1 - cap.real.flip(1).long().argmax(1, keepdim=True)

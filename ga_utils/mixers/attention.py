@@ -107,9 +107,7 @@ class Attention(Family):
         query = _at(pick(cap.tensors["query"], heads), positions)
         return finish(self._weights(cap, heads, query, positions), cap.real, positions)
 
-    def _weights(
-        self, cap: Captured, heads: Sequence[int], query: Tensor, positions: Tensor | None
-    ) -> Tensor:
+    def _weights(self, cap: Captured, heads: Sequence[int], query: Tensor, positions: Tensor | None) -> Tensor:
         t = cap.tensors
         key = wide(pick(t["key"], [h // t["group"] for h in heads]))
         scale = t.get("scaling")
@@ -127,9 +125,7 @@ class Attention(Family):
         sink = sink.expand(*scores.shape[:-1], 1)
         return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
 
-    def _masked(
-        self, cap: Captured, heads: Sequence[int], scores: Tensor, positions: Tensor | None
-    ) -> Tensor:
+    def _masked(self, cap: Captured, heads: Sequence[int], scores: Tensor, positions: Tensor | None) -> Tensor:
         t, length = cap.tensors, scores.shape[-1]
         mask, lowest = t["mask"], torch.finfo(scores.dtype).min
         if mask is not None and mask.ndim == 4:

@@ -166,9 +166,7 @@ def replaced(names: dict[str, Any], name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def calls(
-    site: HeadSite, names: Sequence[str], record: Callable[[str, dict[str, Any], Any], None]
-) -> Iterator[None]:
+def calls(site: HeadSite, names: Sequence[str], record: Callable[[str, dict[str, Any], Any], None]) -> Iterator[None]:
     """Within the block, report each call that the site's mixer makes to global functions `names`.
 
     ``record(name, arguments by name, result)`` sees the very objects that the model passed and received; it

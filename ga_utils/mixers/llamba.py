@@ -37,9 +37,7 @@ class Llamba(Family):
 
         def projecting(hidden_states, padding=None, state=None):
             if cap.output is not None or state is not None:
-                raise GAError(
-                    f"Llamba's layer {site.layer} ran twice or with a cache: M needs one whole text."
-                )
+                raise GAError(f"Llamba's layer {site.layer} ran twice or with a cache: M needs one whole text.")
             parts = project(hidden_states, padding, state)
             cap.tensors["z"] = parts[-1]
             return parts

@@ -28,9 +28,7 @@ BLOCK = 64
 _SCANS = ("mamba2_chunk_scan", "mamba_chunk_scan_combined")
 
 
-def decayed_products(
-    c: Tensor, b: Tensor, scale: Tensor | None, log_decay: Tensor, group: Sequence[int]
-) -> Tensor:
+def decayed_products(c: Tensor, b: Tensor, scale: Tensor | None, log_decay: Tensor, group: Sequence[int]) -> Tensor:
     """``M[t, s] = (c_t . b_s) scale_s exp(sum_{k=s+1..t} log_decay_k)`` for s <= t, exactly 0 above.
 
     c, b ``[batch, g, t, n]``; scale (None for 1) and log_decay (<= 0) ``[batch, h, t]``; group: for each of
@@ -126,9 +124,7 @@ class Mamba2(Family):
             if cap.output is not None:
                 raise GAError(f"{name} ({site.path}) ran twice in one forward pass: one run has one matrix.")
             if args.get("initial_states") is not None or args.get("seq_idx") is not None:
-                raise GAError(
-                    f"{name} ({site.path}) ran with a cache or packed texts: M needs one whole text."
-                )
+                raise GAError(f"{name} ({site.path}) ran with a cache or packed texts: M needs one whole text.")
             if args.get("z") is not None:
                 raise GAError(f"{name} ({site.path}) gates inside its scan, so its output cannot be read.")
             x = args["hidden_states"] if "hidden_states" in args else args["x"]

@@ -180,9 +180,7 @@ def watching(
     Nothing that the model computes is changed. real ``[b, t]``: False at pads. Raises as `visit`.
     """
     if lm.model.training:
-        raise GAError(
-            "The model is in training mode, where dropout changes its mixers: call model.eval() first."
-        )
+        raise GAError("The model is in training mode, where dropout changes its mixers: call model.eval() first.")
     seen: set[HeadSite] = set()
 
     def report(cap: Captured) -> None:
@@ -208,9 +206,7 @@ def watching(
 
 
 @contextlib.contextmanager
-def _layer_watched(
-    layer: nn.Module, sites: list[HeadSite], report: Callable[[Captured], None]
-) -> Iterator[None]:
+def _layer_watched(layer: nn.Module, sites: list[HeadSite], report: Callable[[Captured], None]) -> Iterator[None]:
     """Watch the sites of one decoder layer while it runs, and report them when it has run."""
     open_now: list[contextlib.ExitStack] = []
     caps: list[Captured] = []
@@ -295,8 +291,6 @@ def span_columns(spans: Sequence[Sequence[tuple[int, int]]], real: Tensor) -> Te
         n = int(real[i].sum())
         for k, (start, end) in enumerate(row):
             if not 0 <= start < end <= n:
-                raise HeadError(
-                    f"Span ({start}, {end}) does not lie inside example {i}, which has {n} tokens."
-                )
+                raise HeadError(f"Span ({start}, {end}) does not lie inside example {i}, which has {n} tokens.")
             out[i, k] = (own[i] >= start) & (own[i] < end)
     return out

@@ -37,9 +37,7 @@ class ShortConv(Family):
             if cap.output is not None:
                 raise GAError(f"{name} ({site.path}) ran twice in one forward pass: one run has one matrix.")
             if args.get("bias") is not None and bool((args["bias"] != 0).any()):
-                raise GAError(
-                    f"{name} ({site.path}) adds a bias to its convolution, so its output is not M x value."
-                )
+                raise GAError(f"{name} ({site.path}) adds a bias to its convolution, so its output is not M x value.")
             if args.get("activation") is not None:
                 raise GAError(f"{name} ({site.path}) is not linear: {args['activation']} follows it.")
             # the first argument is called x by causal-conv1d and hidden_states by transformers

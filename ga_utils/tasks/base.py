@@ -53,9 +53,7 @@ class Example:
             twice = next(c for c in self.candidates if self.candidates.count(c) > 1)
             raise TaskError(f"Candidate {twice!r} occurs twice in one example; candidates must be distinct.")
         if not 0 <= self.answer < len(self.candidates):
-            raise TaskError(
-                f"answer={self.answer} is not one of the {len(self.candidates)} candidates (zero-based)."
-            )
+            raise TaskError(f"answer={self.answer} is not one of the {len(self.candidates)} candidates (zero-based).")
 
 
 @dataclass(frozen=True)

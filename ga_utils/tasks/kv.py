@@ -21,9 +21,7 @@ from ga_utils.tasks.tokens import encode_examples
 VALUES: dict[str, range] = {"0-99": range(100), "10-99": range(10, 100), "0-9": range(10)}
 MAX_PAIRS = 100
 DAY = "26 Jul 2024"  # the date that Llama 3.1's template falls back to
-FIXED_DATE = (
-    "{%- macro strftime_now(form) %}" + DAY + "{% endmacro %}"
-)  # hides the clock that templates may ask
+FIXED_DATE = "{%- macro strftime_now(form) %}" + DAY + "{% endmacro %}"  # hides the clock that templates may ask
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,7 @@ FORMATS: dict[str, KVFormat] = {
 @functools.cache
 def words() -> tuple[str, ...]:
     """The 8,169 words that keys are drawn from: wonderwords 2.2.0's pool, sorted (see WORDS-LICENSE.txt)."""
-    return tuple(
-        resources.files("ga_utils.tasks").joinpath("words.txt").read_text(encoding="utf-8").splitlines()
-    )
+    return tuple(resources.files("ga_utils.tasks").joinpath("words.txt").read_text(encoding="utf-8").splitlines())
 
 
 def _draw(rng: random.Random, pool: Sequence, k: int) -> list:
@@ -104,9 +100,7 @@ def chat_example(tokenizer, example: Example) -> Example:
     Raises TaskError if the tokenizer has no chat template or the template changes the prompt.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise TaskError(
-            "chat=True needs a tokenizer with a chat template; this one has none, so use chat=False."
-        )
+        raise TaskError("chat=True needs a tokenizer with a chat template; this one has none, so use chat=False.")
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": example.prompt}],
         chat_template=FIXED_DATE + tokenizer.get_chat_template(),
@@ -115,9 +109,7 @@ def chat_example(tokenizer, example: Example) -> Example:
         date_string=DAY,
     )
     if text.count(example.prompt) != 1:
-        raise TaskError(
-            "The tokenizer's chat template does not hold the prompt once and unchanged; use chat=False."
-        )
+        raise TaskError("The tokenizer's chat template does not hold the prompt once and unchanged; use chat=False.")
     shift = text.index(example.prompt)
     moved = tuple(
         Segment((s.span[0] + shift, s.span[1] + shift), (s.value[0] + shift, s.value[1] + shift), s.right)
@@ -145,9 +137,7 @@ def _choose_values(values: str | None, style: KVFormat, tokenizer, chat: bool) -
         raise TaskError(f"values={values!r} is unknown; it must be 'auto' or one of {', '.join(VALUES)}.")
     if values in (None, "auto"):
         if tokenizer is None:
-            values = (
-                "10-99"  # equal numbers of tokens under digit-splitting and whole-number tokenizers alike
-            )
+            values = "10-99"  # equal numbers of tokens under digit-splitting and whole-number tokenizers alike
         else:
             values = "10-99" if unequal_values(tokenizer, style, VALUES["0-99"], chat) else "0-99"
     if tokenizer is not None and unequal_values(tokenizer, style, VALUES[values], chat):
@@ -202,9 +192,7 @@ def kv_task(
     if not isinstance(n_examples, int) or n_examples < 1:
         raise TaskError(f"n_examples={n_examples!r} must be an integer of 1 or more.")
     if chat and tokenizer is None:
-        raise TaskError(
-            "chat=True needs the tokenizer whose chat template is meant: pass tokenizer=lm.tokenizer."
-        )
+        raise TaskError("chat=True needs the tokenizer whose chat template is meant: pass tokenizer=lm.tokenizer.")
     style = FORMATS[format]
     chosen, biased, note = _choose_values(values, style, tokenizer, chat)
     if n_pairs > len(VALUES[chosen]):

@@ -83,9 +83,7 @@ def encode_examples(tokenizer, examples: Sequence[Example], special_tokens: str)
     mostly).
     """
     if special_tokens not in SPECIAL_TOKENS:
-        raise TaskError(
-            f"special_tokens={special_tokens!r} is unknown; it must be one of {', '.join(SPECIAL_TOKENS)}."
-        )
+        raise TaskError(f"special_tokens={special_tokens!r} is unknown; it must be one of {', '.join(SPECIAL_TOKENS)}.")
     prefix = leading_specials(tokenizer, examples[0].prompt) if special_tokens == "tokenizer" else []
     ids = iter(_ids(tokenizer, [e.prompt + c for e in examples for c in ("", *e.candidates)]))
     items = []
@@ -101,9 +99,7 @@ def encode_examples(tokenizer, examples: Sequence[Example], special_tokens: str)
         rest = tuple(tuple(f[cut:]) for f in full)
         if len(set(rest)) < len(rest) or not all(rest):
             clash = [c for c, r in zip(example.candidates, rest, strict=True) if not r or rest.count(r) > 1]
-            raise TaskError(
-                f"Example {number}: the tokenizer gives the candidates {clash[:4]} the same ids, or none."
-            )
+            raise TaskError(f"Example {number}: the tokenizer gives the candidates {clash[:4]} the same ids, or none.")
         items.append(EncodedExample(tuple(prompt[:cut]), rest, example.answer, moved=cut < len(prompt)))
     return items
 
@@ -143,18 +139,14 @@ def token_spans(encoding, spans: Sequence[Span]) -> list[Span]:
     """
     if isinstance(encoding, Mapping):
         if "offset_mapping" not in encoding:
-            raise TaskError(
-                "The encoding has no offsets; call a fast tokenizer with return_offsets_mapping=True."
-            )
+            raise TaskError("The encoding has no offsets; call a fast tokenizer with return_offsets_mapping=True.")
         encoding = encoding["offset_mapping"]
     offsets = [(int(a), int(b)) for a, b in encoding]
     found = []
     for start, stop in spans:
         hits = [i for i, (a, b) in enumerate(offsets) if a < b and a < stop and b > start]
         if not hits:
-            raise TaskError(
-                f"No token overlaps characters {start} to {stop}; the span lies outside the encoded text."
-            )
+            raise TaskError(f"No token overlaps characters {start} to {stop}; the span lies outside the encoded text.")
         found.append((hits[0], hits[-1] + 1))
     return found
 
@@ -163,13 +155,9 @@ def segment_tokens(tokenizer, example: Example, special_tokens: str = "tokenizer
     """For each segment of the example: the token spans of its line and of its value, counted as `score`
     counts them (leading special tokens included)."""
     if not getattr(tokenizer, "is_fast", False):
-        raise TaskError(
-            "Segment positions need a fast tokenizer, because only those report character offsets."
-        )
+        raise TaskError("Segment positions need a fast tokenizer, because only those report character offsets.")
     shift = len(leading_specials(tokenizer, example.prompt)) if special_tokens == "tokenizer" else 0
     plain = tokenizer(example.prompt, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     lines = token_spans(plain, [s.span for s in example.segments])
     values = token_spans(plain, [s.value for s in example.segments])
-    return [
-        ((a + shift, b + shift), (c + shift, d + shift)) for (a, b), (c, d) in zip(lines, values, strict=True)
-    ]
+    return [((a + shift, b + shift), (c + shift, d + shift)) for (a, b), (c, d) in zip(lines, values, strict=True)]

@@ -138,9 +138,7 @@ def against_loops() -> None:
     (slow,) = times(lambda: kept.append(loops()), repeats=1)
     (fast,) = times(lambda: decayed_products(c, b, dt, decay, group), repeats=30)
     assert torch.allclose(decayed_products(c, b, dt, decay, group), kept[0], atol=1e-4)
-    report(
-        "Mamba-2, 8 heads at T=200, against plain loops", f"{slow / fast:.0f}x", "1000x", slow >= 1000 * fast
-    )
+    report("Mamba-2, 8 heads at T=200, against plain loops", f"{slow / fast:.0f}x", "1000x", slow >= 1000 * fast)
 
 
 if __name__ == "__main__":

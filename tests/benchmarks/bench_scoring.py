@@ -67,9 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--pairs", type=int, nargs="+", default=[10, 30, 50])
-    parser.add_argument(
-        "--examples", type=int, nargs="+", default=[4, 2, 1], help="questions for each --pairs"
-    )
+    parser.add_argument("--examples", type=int, nargs="+", default=[4, 2, 1], help="questions for each --pairs")
     parser.add_argument("--values", default="auto", help="auto, 0-99, 10-99 or 0-9")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", help="also write the numbers to this file")
@@ -79,9 +77,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     lm = load(args.model)
     if lm.tokenizer("a")["input_ids"] != lm.tokenizer("a", add_special_tokens=False)["input_ids"]:
-        parser.error(
-            f"{lm.name} adds special tokens, with which the paper's scored span starts one token early"
-        )
+        parser.error(f"{lm.name} adds special tokens, with which the paper's scored span starts one token early")
     warm = kv_task(2, 1, seed=1, tokenizer=lm.tokenizer)
     one_forward_a_candidate(lm, warm), ours(lm, warm)  # the second also proves the cache, once a model
     rows = []
