@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from llamba_oracle import SIZES, config_json, logits, mixer_heads, norm, recurrence, weights, write
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 
 from ga_utils.errors import ModelError
 from ga_utils.llamba import LlambaForCausalLM
@@ -27,6 +29,8 @@ from ga_utils.llamba_mixer import (
     scan_triton,
     segment_sums,
 )
+from ga_utils.mixers import matrix
+from ga_utils.models import load
 
 LENGTHS = (1, 7, BLOCK - 1, BLOCK, BLOCK + 1, QUADRATIC_MAX, QUADRATIC_MAX + 1, 300)
 
@@ -149,6 +153,23 @@ def test_published_checkpoint_equals_the_oracle(tmp_path, size):
         assert got.dtype == torch.float32 and got_wide.dtype == torch.float64
         assert worst(got_wide, want) < 1e-10
         assert worst(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_published_checkpoint_loads_like_any_model(tmp_path, size):
+    folder = write(tmp_path / size, size)
+    names = {"<unk>": 0} | {chr(97 + i): i + 1 for i in range(26)}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(names, "<unk>")), unk_token="<unk>").save_pretrained(
+        folder
+    )
+    lm = load(folder)  # with the self-check: contributions, masks, padding, causality
+    assert {s.kind for s in lm.sites} == {"llamba"} and lm.n_layers == SIZES[size]["n_layer"]
+    ids = tokens(2, 40)
+    stored = {name: value.double() for name, value in weights(size).items()}
+    with torch.no_grad():
+        assert worst(lm.model(ids).logits, logits(ids, stored, size)) < 1e-5
+    matrices = matrix(lm, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, "L1H0")
+    assert matrices["L1H0"].shape == (2, 40, 40)  # checked against the model's own output before it is returned
 
 
 def test_config_reads_and_renames_the_published_keys():
