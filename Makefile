@@ -41,7 +41,7 @@ book: $(STAMP)
 	$(BIN)/ga book
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -1,4 +1,4 @@
-"""A run that was killed goes on where it stood, and ends with the very bytes of an unbroken run."""
+"""A killed run goes on where it stood, ends with the bytes of an unbroken one, and its page enters the book."""
 
 import os
 import shutil
@@ -19,32 +19,29 @@ SETTINGS = ["heads=L1H1,L2H0", "pairs=[2,3,4,5]", "n_examples=20", "sweep_pairs=
 def project(tmp_path_factory):
     """A copy of what `ga run` needs of the checkout, and a folder with a tiny random model."""
     root = tmp_path_factory.mktemp("project")
-    (root / "book").mkdir()
-    for name in ("_config.yml", "book/_toc.yml", "book/reported.csv"):
-        shutil.copy(ROOT / name, root / name)
-    shutil.copytree(ROOT / "notebooks", root / "notebooks")
+    shutil.copytree(ROOT / "book", root / "book", ignore=shutil.ignore_patterns("executed"))
+    shutil.copy(ROOT / "_config.yml", root)
+    (root / "book" / "_toc.yml").write_text(
+        "format: jb-book\nroot: book/index\nchapters:\n  - file: book/executed/fig4_kv_retrieval\n"
+    )
+    (root / "notebooks").mkdir()
+    shutil.copy(ROOT / "notebooks" / "fig4_kv_retrieval.ipynb", root / "notebooks")
     model, tokenizer = zoo.build("llama")
     model.save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
     return root
 
 
-def run(project: Path, store: Path) -> subprocess.Popen:
-    command = [
-        sys.executable,
-        "-m",
-        "ga_utils.cli",
-        "run",
-        "fig4_kv_retrieval",
-        "--models",
-        "./model",
-        "--store",
-        store,
-    ]
-    for setting in SETTINGS:
-        command += ["--set", setting]
+def ga(project: Path, *arguments: str | Path) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, cwd=project, env=environment, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "ga_utils.cli", *arguments]
+    streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=project, env=environment, **streams)
+
+
+def run(project: Path, store: Path) -> subprocess.Popen:
+    settings = [part for setting in SETTINGS for part in ("--set", setting)]
+    return ga(project, "run", "fig4_kv_retrieval", "--models", "./model", "--store", store, *settings)
 
 
 def hashed(store: Path) -> dict[str, bytes]:
@@ -81,3 +78,11 @@ def test_a_killed_run_resumes_and_ends_with_the_same_bytes(project, tmp_path):
     assert process.wait(timeout=240) == 0, process.communicate()
     assert hashed(broken) == unbroken
     assert all((broken / name).stat().st_mtime_ns == stamp for name, stamp in stamps.items())  # none measured twice
+
+    process = ga(project, "build")
+    assert process.wait(timeout=120) == 0, process.communicate()
+    page = (project / "_build" / "html" / "book" / "executed" / "fig4_kv_retrieval.html").read_text()
+    assert "image/svg+xml" in page or ".svg" in page  # the figure
+    for words in ("random minus found, points", "Claim C6", "weights\u2019 fingerprint", "L1H1, L2H0"):
+        assert words in page, words
+    assert "Traceback" not in page and str(project) not in page
