@@ -127,7 +127,7 @@ class KVCurve:
                     "random minus found, points": _points(gap),
                 }
             )
-        return pd.DataFrame(rows).set_index("pairs")
+        return pd.DataFrame(rows)
 
 
 def measure(store: Store, lm: LanguageModel, settings: KVSettings, progress: bool = True) -> KVCurve:
@@ -189,8 +189,15 @@ def _row(condition: Condition, record: Record) -> dict[str, object]:
 
 
 def _point(rows: pd.DataFrame) -> KVPoint:
-    by = {s: np.stack(list(rows[rows.series == s].correct)) for s in ("intact", "masked", "random")}
-    return KVPoint(int(rows.pairs.iloc[0]), float(rows.chance.iloc[0]), by["intact"][0], by["masked"][0], by["random"])
+    by = {s: np.stack(list(rows[rows.series == s].correct)) for s in SERIES}
+    return KVPoint(
+        pairs=int(rows.pairs.iloc[0]),
+        chance=float(rows.chance.iloc[0]),
+        intact=by["intact"][0],
+        masked=by["masked"][0],
+        strongest=by["strongest"][0],
+        random=by["random"],
+    )
 
 
 def _percent(correct: np.ndarray) -> str:

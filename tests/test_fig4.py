@@ -88,7 +88,7 @@ def points(intact, masked, random, n=400, seed=0):
     out = []
     for pairs, a, m, r in zip((5, 10, 20), intact, masked, random, strict=True):
         u = rng.random(n)
-        out.append(claims.KVPoint(pairs, 1 / pairs, u < a, u < m, np.stack([u < r, u < r])))
+        out.append(claims.KVPoint(pairs, 1 / pairs, u < a, u < m, u < (a + m) / 2, np.stack([u < r, u < r])))
     return out
 
 
@@ -106,6 +106,13 @@ def points(intact, masked, random, n=400, seed=0):
 def test_the_rule_gives_each_verdict(intact, masked, random, verdict):
     found = claims.kv_retrieval("m", points(intact, masked, random))
     assert found.verdict == verdict and found.because.endswith(".")
+
+
+def test_a_loss_without_room_to_grow_is_said_and_changes_no_verdict():
+    at_chance = (0.2, 0.1, 0.05)
+    found = claims.kv_retrieval("m", points((0.9, 0.9, 0.9), at_chance, (0.9, 0.88, 0.85)))
+    assert found.verdict == "partly" and "no room to grow" in found.because
+    assert "the same slope with the strongest head alone masked" in found.intervals
 
 
 def test_measured_once_and_found_again(tmp_path):
