@@ -129,4 +129,4 @@ def _judge(gaps: dict[str, Interval], overall: Interval, rise: Interval) -> tupl
         )  # fmt: skip
     else:
         parts.append("the relative loss grows with the number of pairs")
-    return "partly", (" but ".join(parts) if not rise.above else "; ".join(parts)).capitalize() + "."
+    return "partly", (", but ".join(parts) if not rise.above else "; ".join(parts)).capitalize() + "."

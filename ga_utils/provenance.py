@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pandas as pd
+
 from .language_model import LanguageModel
 from .records import Record
 
@@ -20,20 +22,17 @@ def model_line(lm: LanguageModel) -> str:
     )
 
 
-def markdown(records: Sequence[Record], command: str) -> str:
-    """A Markdown table of what the records rest on, and the command that makes them again.
+def table(records: Sequence[Record], command: str) -> pd.DataFrame:
+    """What the records rest on, and the command that makes them again: one row for each fact.
 
     Times are those of the measurement, whenever it was; a record that was found in the store took no time today.
     """
     records = list({r.hash: r for r in records}.values())
-    lines = ["| | |", "|---|---|"]
-    for label, values in _facts(records).items():
-        lines.append(f"| {label} | {', '.join(values)} |")
-    lines.append(f"| made again by | `{command}` |")
-    lines.append(
-        f"| records | {len(records)}: {', '.join(f'`{r.path.parent.name}/{r.hash[:10]}`' for r in records[:3])} … |"
-    )
-    return "\n".join(lines)
+    facts = {name: ", ".join(values) for name, values in _facts(records).items()}
+    facts["made again by"] = command
+    names = [f"{r.path.parent.name}/{r.hash[:10]}" for r in records[:3]]
+    facts["records"] = f"{len(records)}: {', '.join(names)}" + (" …" if len(records) > 3 else "")
+    return pd.DataFrame({"what": list(facts), "": list(facts.values())})
 
 
 def _facts(records: Sequence[Record]) -> dict[str, list[str]]:
@@ -46,7 +45,7 @@ def _facts(records: Sequence[Record]) -> dict[str, list[str]]:
         "model": each(lambda r: r.meta.get("model")),
         "weights from": each(lambda r: r.meta.get("source")),
         "revision": each(lambda r: r.meta.get("revision")),
-        "weights' fingerprint": each(lambda r: f"`{r.key['model']['weights']}`"),
+        "weights' fingerprint": each(lambda r: r.key["model"]["weights"]),
         "dtype, device": each(lambda r: f"{r.key['model']['dtype']} on {r.key['model']['device']}"),
         "attention": each(lambda r: r.key["model"]["attention"]),
         "kernels": each(lambda r: ", ".join(r.key["model"]["kernels"])) or ["none: pure torch"],

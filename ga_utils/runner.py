@@ -47,6 +47,7 @@ _PAPERMILL = (
     "import json, sys, papermill; "
     "papermill.execute_notebook(**json.load(sys.stdin), stderr_file=sys.stderr)"  # the cells' own progress bars
 )
+_IGNORED = "ignore:IProgress not found"
 _SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal to draw a bar on
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -245,6 +246,8 @@ def _kernel_environment(store: Store) -> Iterator[dict[str, str]]:
         text = json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"})
         (spec / "kernel.json").write_text(text, encoding="utf-8")
         environment = dict(os.environ, GA_STORE=str(store.root.resolve()))
+        # a page is no place for tqdm's wish for a widget library, and the warning shows this machine's paths
+        environment["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), _IGNORED]))
         environment["JUPYTER_PATH"] = _prepend(folder, os.environ.get("JUPYTER_PATH"))
         if "site-packages" not in PACKAGE_FOLDER.parts:
             environment["PYTHONPATH"] = _prepend(str(PACKAGE_FOLDER.parent), os.environ.get("PYTHONPATH"))
