@@ -119,7 +119,7 @@ def prompt_figure(
         ink = "#ffffff" if dark else "#222222"
         ax.text(x + w / 2 - 1, y + 8.5, label, ha="center", va="center", color=ink, family="monospace", fontsize=9)
         if abs(weight) >= 0.01 * total:
-            ax.text(x + w / 2 - 1, y + 24.5, number(weight), ha="center", va="center", color=INK, fontsize=7.5)
+            ax.text(x + w / 2 - 1, y + 24.5, number(weight), ha="center", va="center", color=INK, fontsize=7)
     for start, end in boxed:
         for line in sorted({boxes[i][1] for i in range(start, end)}):
             here = [boxes[i] for i in range(start, end) if boxes[i][1] == line]
@@ -144,14 +144,15 @@ def beside(*figures: Figure, texts: Sequence[str] = ()) -> HTML:
     """
     texts = [*texts, *[""] * (len(figures) - len(texts))]
     images = []
+    box = "overflow-x:auto;max-width:100%"
     for figure, text in zip(figures, texts, strict=True):
         buffer = io.BytesIO()
         with matplotlib.rc_context({"svg.hashsalt": "ga", "svg.fonttype": "none"}):  # same bytes, text as text
             figure.savefig(buffer, format="svg", metadata={"Date": None})
         data = base64.b64encode(buffer.getvalue()).decode()
         images.append(
-            '<div style="overflow-x:auto;max-width:100%"><img class="dark-light" '
-            f'src="data:image/svg+xml;base64,{data}" alt="{html.escape(text, quote=True)}" style="max-width:none"></div>'
+            f'<div style="{box}"><img class="dark-light" src="data:image/svg+xml;base64,{data}" '
+            f'alt="{html.escape(text, quote=True)}" style="max-width:none"></div>'
         )
     return HTML(f'<div style="display:flex;flex-wrap:wrap;gap:1rem;align-items:flex-start">{"".join(images)}</div>')
 
@@ -196,7 +197,7 @@ def pattern_caption(m: np.ndarray, tokens: Sequence[str], what: str) -> str:
 
 
 def _negative(m: np.ndarray) -> float:
-    return float(-m[m < 0].sum() / np.abs(m).sum())
+    return float(-m[m < 0].sum() / (np.abs(m).sum() or 1.0))
 
 
 def number(x: float) -> str:
@@ -209,7 +210,7 @@ def _lay_out(labels: list[str], tokens: Sequence[str], widest: float):
     """(x, y, width, label) of each token in points, with lines broken at newlines and `widest`; width and height."""
     boxes, x, y, right = [], 4.0, 4.0, 160.0
     for label, token in zip(labels, tokens, strict=True):
-        w = max(5.5 * len(label) + 8, 26.0)
+        w = max(5.5 * len(label) + 8, 29.0)
         if x + w > widest and x > 4:
             x, y = 4.0, y + 34
         boxes.append((x, y, w, label))

@@ -1,5 +1,6 @@
 """Where does a head look? Its matrix on a text and its last row over questions, each a record.
 
+Rows are looked at without the skip term D: it passes a token its own value and says nothing about other tokens.
 Questions are key-value questions, so that "where does the last token look" has a right answer: the value that
 belongs to the key. A page that is drawn again finds its records and runs no model.
 """
@@ -112,7 +113,7 @@ def _statistics(lm: LanguageModel, task: Task, heads: Sequence[Head]) -> list[np
         examples = task.examples[start : start + _BATCH]
         ends = [[last_token(lm, e)] for e in examples]
         spans = [value_spans(lm, e) for e in examples]
-        s = mixers.row_statistics(lm, [e.prompt for e in examples], heads, ends, spans)
+        s = mixers.row_statistics(lm, [e.prompt for e in examples], heads, ends, spans, with_d=False)
         parts.append((s.mass[:, :, 0], s.top[..., 0], s.top_position[..., 0], s.negative[..., 0]))
     return [torch.cat([p[i] for p in parts], 1).double().numpy() for i in range(4)]
 

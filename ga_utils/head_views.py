@@ -18,6 +18,7 @@ from .heads import Head, parse_heads
 from .language_model import LanguageModel
 from .measure import check_fits
 from .mixers import reading
+from .mixers.base import FAMILIES
 from .records import Record, Store
 from .registry import find_spec
 from .stats import stderr
@@ -68,14 +69,17 @@ class ViewSettings:
 class Shown:
     """One head on one question, and its last row over all questions.
 
-    how: why this head. m ``[t, s]`` and tokens: its matrix on `example` and the tokens' text; spans: the tokens of
-    each value, right: which of them is asked for; last: the prompt's last token. right_share, wrong_share ``[n]``:
-    share of the last row's absolute weight on the right value's tokens, and the mean over the others; hit ``[n]``:
-    whether the heaviest token is one of the right value's; negative ``[n]``: share of the weight with a negative sign.
+    how: why this head. m ``[t, s]``, without D, and tokens: its matrix on `example` and the tokens' text; spans: the
+    tokens of each value, right: which of them is asked for; last: the prompt's last token. right_share, wrong_share
+    ``[n]``: share of the last row's absolute weight on the right value's tokens, and the mean over the others; hit
+    ``[n]``: whether the heaviest token is one of the right value's; negative ``[n]``: share of the weight with a
+    negative sign.
     """
 
-    lm_name: str
+    name: str
     title: str
+    source: str
+    revision: str | None
     head: Head
     kind: str
     how: str
@@ -96,6 +100,11 @@ class Shown:
         return self.example.answer
 
     @property
+    def without(self) -> str:
+        """The words that say that a skip term D was left out, where the mixer has one."""
+        return ", without D" if FAMILIES[self.kind].has_d else ""
+
+    @property
     def row(self) -> np.ndarray:
         """The last token's row of `m`, ``[s]``."""
         return self.m[self.last]
@@ -103,7 +112,7 @@ class Shown:
     def shares(self) -> np.ndarray:
         """Share of the row's absolute weight on each value's tokens, ``[values]``."""
         weight = np.abs(self.row)
-        return np.array([weight[a:b].sum() for a, b in self.spans]) / weight.sum()
+        return np.array([weight[a:b].sum() for a, b in self.spans]) / _total(weight)
 
     def caption(self) -> str:
         """What the picture of the last row shows, from the numbers in it."""
@@ -113,18 +122,18 @@ class Shown:
         at = int(np.abs(self.row).argmax())
         inside = self.spans[self.right][0] <= at < self.spans[self.right][1]
         return (
-            f"{self.head} of {self.title}, last row on one question: how much the last token takes from each token. "
-            f"Boxed: the value that belongs to the key, {value}. It gets {100 * shares[self.right]:.0f}% of the row's "
-            f"absolute weight, the {len(others)} other values together {100 * others.sum():.0f}%; the heaviest token, "
-            f"{100 * np.abs(self.row[at]) / np.abs(self.row).sum():.0f}%, is {'one of them' if inside else 'another'}. "
-            f"{_signs(self.row)}"
+            f"{self.head} of {self.title}, last row on one question{self.without}: how much the last token takes from "
+            f"each token. Boxed: the value that belongs to the key, {value}. It gets {100 * shares[self.right]:.0f}% "
+            f"of the row's absolute weight, the {len(others)} other values together {100 * others.sum():.0f}%; the "
+            f"heaviest token, {100 * np.abs(self.row[at]) / _total(self.row):.0f}%, is "
+            f"{'one of the boxed' if inside else 'another'}. {_signs(self.row)}"
         )
 
     def statistics(self) -> str:
         """The same over all questions, with standard errors."""
         n = len(self.right_share)
         return (
-            f"Over {n} questions, {self.head} puts {100 * self.right_share.mean():.1f}% ± "
+            f"Over {n} questions{self.without}, {self.head} puts {100 * self.right_share.mean():.1f}% ± "
             f"{100 * stderr(self.right_share):.1f} of its last row's absolute weight on the right value and "
             f"{100 * self.wrong_share.mean():.1f}% ± {100 * stderr(self.wrong_share):.1f} on each wrong one; its "
             f"heaviest token lies in the right value in {100 * self.hit.mean():.0f}% of them. "
@@ -187,16 +196,16 @@ def show_heads(store: Store, lm: LanguageModel, settings: ViewSettings) -> list[
     example = task.examples[0]
     found = []
     for head, how, chosen in choose(store, lm, settings):
-        drawn = matrix_record(store, lm, example.prompt, head)
+        drawn = matrix_record(store, lm, example.prompt, head, with_d=False)
         rows = last_rows(store, lm, task, head)
         mass, right = rows.arrays["mass"], np.array([e.answer for e in task.examples])
         right_share = mass[np.arange(len(mass)), right]
         wrong_share = (mass.sum(1) - right_share) / (mass.shape[1] - 1)
         found.append(
             Shown(
-                lm.name, lm.title, head, lm.site(head).kind, how, example, drawn.arrays["m"], drawn.values["tokens"],
-                value_spans(lm, example), last_token(lm, example), right_share, wrong_share, rows.arrays["hit"],
-                rows.arrays["negative"], [*chosen, drawn, rows],
+                lm.name, lm.title, lm.source, lm.revision, head, lm.site(head).kind, how, example, drawn.arrays["m"],
+                drawn.values["tokens"], value_spans(lm, example), last_token(lm, example), right_share, wrong_share,
+                rows.arrays["hit"], rows.arrays["negative"], [*chosen, drawn, rows],
             )
         )  # fmt: skip
     return found
@@ -230,13 +239,16 @@ def choose(store: Store, lm: LanguageModel, settings: ViewSettings) -> list[tupl
     return found
 
 
+def _total(values: np.ndarray) -> float:
+    return float(np.abs(values).sum()) or 1.0
+
+
 def _negative(shares: np.ndarray) -> str:
     return f"{100 * shares.mean():.0f}% of the weight is negative." if shares.any() else "No weight is negative."
 
 
 def _signs(values: np.ndarray) -> str:
-    total = np.abs(values).sum()
-    negative = -values[values < 0].sum() / total
+    negative = -values[values < 0].sum() / _total(values)
     if negative == 0:
         return f"No weight is negative, and they sum to {values.sum():.2f}."
     return f"{100 * negative:.0f}% of the weight is negative, and the row sums to {values.sum():.2f}."

@@ -158,7 +158,8 @@ def test_whitespace_is_visible_and_long_tokens_are_cut():
 
 def test_the_row_is_drawn_over_the_text_and_nothing_overlaps():
     tokens = ["<s>", " en", "tertain", ":", "9", "5", "\n", "send", ":", "1", "3", "\n", "send", ":"] * 4
-    row = np.linspace(-1, 1, len(tokens))
+    row = np.linspace(-0.099, 0.099, len(tokens))
+    row[[0, -1]] = -1.0, 1.0
     fig = draw.prompt_figure(row, tokens, [(9, 11)])
     fig.canvas.draw()
     ax = fig.axes[0]
@@ -221,6 +222,7 @@ def test_each_kind_of_mixer_is_shown_whatever_the_model_has(store, name):
         value = view.example.candidates[view.right]
         assert "".join(view.tokens[slice(*view.spans[view.right])]) == value and value in view.caption()
         assert view.right_share.shape == (SETTINGS.n_examples,)
+        assert ("without D" in view.caption()) == FAMILIES[view.kind].has_d == ("without D" in view.statistics())
         # the first of the questions over which is averaged is the one shown
         assert view.right_share[0] == pytest.approx(view.shares()[view.right], abs=1e-5)
         assert (view.negative > 0).any() == (view.kind != "attention") == bool((view.m < 0).any())
@@ -332,6 +334,7 @@ def test_the_notebook_shows_an_ssm_in_place_of_the_transformer(tmp_path):
         runs.append(json.loads(run.path.read_text()))
     cells = [c for c in runs[0]["cells"] if c["cell_type"] == "code"]
     text = json.dumps(runs[0], ensure_ascii=False)
+    assert "ga run ssm_attention" in text and "last_rows/" in text  # provenance of a folder, too
     assert "Mamba-2 (SSD)" in text and "of all 24 mamba2 heads" in text and "zero lands" not in text.split("base64")[0]
     assert text.count("data:image/svg+xml") >= 3 + 2 + 1 + 2
     assert "comparisons are within 10⁻⁵" in text and "would be off by" in text
