@@ -8,6 +8,7 @@ example ``L17.mamba2.H3``, names the other.
 
 from __future__ import annotations
 
+import ast
 import operator
 import re
 from collections.abc import Iterable, Mapping, Set
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 from .errors import HeadError
 
-_SHORT = re.compile(r"\s*L(\d+)\s*(?:\.\s*([a-z][a-z0-9_]*)\s*\.)?\s*H(\d+)\s*$", re.IGNORECASE)
+_SHORT = re.compile(r"\s*L([0-9]{1,9})\s*(?:\.\s*([a-z][a-z0-9_]*)\s*\.)?\s*H([0-9]{1,9})\s*$", re.IGNORECASE)
 _FORMS = "write it as 'L17H24' (layer 17, head 24), 'L17.mamba2.H3', or the pair (17, 24)"
 
 
@@ -59,8 +60,14 @@ def parse_heads(heads: object) -> tuple[Head, ...]:
 def _parse(item: object) -> Iterable[Head]:
     if isinstance(item, Head):
         yield item
+    elif isinstance(item, str) and item.strip()[:1] in ("[", "("):  # a list or pair, written out at the command line
+        try:
+            parts = ast.literal_eval(item.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            raise HeadError(f"{item[:60]!r} is not the name of a head: {_FORMS}.") from None
+        yield from _parse(parts)
     elif isinstance(item, str):
-        for name in re.split(r"[,;\s]+", item.strip()):
+        for name in re.split(r"[,;\s]+", item.strip().strip(",;")):
             match = _SHORT.match(name)
             if not match:
                 raise HeadError(f"{name!r} is not the name of a head: {_FORMS}.")

@@ -16,9 +16,18 @@ from tqdm import tqdm
 from .claims import KVPoint
 from .discovery import effects, select_heads
 from .errors import GAError, TaskError
-from .heads import Head, parse_heads
+from .heads import Head
 from .language_model import LanguageModel
-from .measure import Condition, check_fits, known_heads, random_heads, score_under, sweep_under
+from .measure import (
+    Condition,
+    check_fits,
+    known_heads,
+    leave_controls,
+    named_heads,
+    random_draws,
+    score_under,
+    sweep_under,
+)
 from .records import Record, Store
 from .stats import Interval, bootstrap, stderr
 from .tasks import Task, kv_task
@@ -73,21 +82,16 @@ class KVSettings:
         if self.sweeps:
             check_fits(lm, self.sweep_task(lm))
         else:
-            random_heads(lm, self.given(lm), 0)
+            random_draws(lm, self.given(lm), 1)
 
     @property
     def sweeps(self) -> bool:
         """Whether heads are found by a sweep rather than given."""
-        return self.heads == "sweep"
+        return isinstance(self.heads, str) and self.heads.strip().lower() == "sweep"
 
     def given(self, lm: LanguageModel) -> tuple[Head, ...]:
         """The heads that were named, or that the registry knows."""
-        heads = known_heads(lm) if self.heads == "registry" else parse_heads(self.heads)
-        for head in heads:
-            lm.site(head)
-        if not heads:
-            raise GAError("heads names no head: use 'sweep', 'registry' or names such as 'L17H24'.")
-        return heads
+        return known_heads(lm) if self.heads == "registry" else named_heads(lm, self.heads)
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,8 @@ class KVCurve:
 
     model: str
     title: str
+    source: str
+    revision: str | None
     heads: tuple[Head, ...]
     how: str
     table: pd.DataFrame
@@ -108,6 +114,11 @@ class KVCurve:
     formats: pd.DataFrame
     effects: pd.DataFrame | None
     records: list[Record]
+
+    @property
+    def draws(self) -> int:
+        """Different draws of random heads: fewer than asked for where small layers allow no more."""
+        return len(self.points[0].random)
 
     def summary(self) -> pd.DataFrame:
         """One row for each number of pairs: accuracies in percent with standard errors, and the paired difference."""
@@ -137,14 +148,22 @@ def measure(store: Store, lm: LanguageModel, settings: KVSettings, progress: boo
     if settings.sweeps:
         sweep = sweep_under(store, lm, settings.sweep_task(lm), progress=progress)
         try:
-            heads = tuple(select_heads(sweep))
+            found = select_heads(sweep)
         except TaskError as error:
             raise TaskError(f"{lm.name}: {error}") from None
+        heads = leave_controls(lm, found)
+        if not heads:
+            raise TaskError(
+                f"{lm.name}: {found[0]} is the only head of its mixer, so there is no random head to compare."
+            )
         table = effects(sweep)
         how = (
             f"found by masking each of {len(table)} heads alone on {settings.sweep_examples} other questions with "
             f"{settings.sweep_pairs} pairs"
         )
+        if len(heads) < len(found):
+            left_out = len(found) - len(heads)
+            how += f" ({left_out} more stood out, but too few heads of their layers would be left to compare with)"
     else:
         heads = settings.given(lm)
         if settings.heads == "registry":
@@ -154,8 +173,7 @@ def measure(store: Store, lm: LanguageModel, settings: KVSettings, progress: boo
         ("strongest", 0, Condition(f"{heads[0]} masked", heads[:1], settings.positions)),
         ("masked", 0, Condition("found heads masked", heads, settings.positions)),
     ]
-    for draw in range(settings.n_random):
-        others = random_heads(lm, heads, draw)
+    for draw, others in enumerate(random_draws(lm, heads, settings.n_random)):
         conditions.append(("random", draw, Condition(f"random heads masked, draw {draw}", others, settings.positions)))
     rows, records = [], []
     work = [(p, c) for p in settings.pairs for c in conditions]
@@ -171,7 +189,9 @@ def measure(store: Store, lm: LanguageModel, settings: KVSettings, progress: boo
             formats.append({"format": format, "pairs": settings.sweep_pairs, **_row(condition, record)})
     frame = pd.DataFrame(rows)
     points = [_point(frame[frame.pairs == p]) for p in settings.pairs]
-    return KVCurve(lm.name, lm.title, heads, how, frame, points, pd.DataFrame(formats), table, records)
+    return KVCurve(
+        lm.name, lm.title, lm.source, lm.revision, heads, how, frame, points, pd.DataFrame(formats), table, records
+    )
 
 
 def _row(condition: Condition, record: Record) -> dict[str, object]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +21,7 @@ from .masking import mask_heads
 from .records import Record, Store
 from .registry import find_spec
 from .scoring import score
+from .sites import HeadSite
 from .sweep import Sweep, sweep_heads
 from .tasks.base import Task
 from .tasks.tokens import encode
@@ -127,14 +130,15 @@ def _shard(task: Task, start: int) -> Task:
     return dataclasses.replace(task, examples=examples, settings=settings)
 
 
-def random_heads(lm: LanguageModel, heads: tuple[Head, ...], seed: int) -> tuple[Head, ...]:
-    """As many random heads as `heads`, drawn from the other heads of the same layers, mixer for mixer.
+def random_draws(lm: LanguageModel, heads: tuple[Head, ...], n: int, seed: int = 0) -> list[tuple[Head, ...]]:
+    """Up to `n` different draws of as many random heads as `heads`, from the other heads of the same layers.
 
-    The same layers, because a head's depth alone decides much of what its loss does. Raises `GAError` if a layer has
-    too few others.
+    The same layers, mixer for mixer, because a head's depth alone decides much of what its loss does. Small layers
+    allow fewer different draws than asked for; then all of them are returned. Raises `GAError` if a layer has too
+    few others.
     """
     rng = np.random.default_rng([seed, 20_250_418])
-    drawn: list[Head] = []
+    pools: list[tuple[HeadSite, list[int], int]] = []
     for site in dict.fromkeys(lm.site(h) for h in heads):
         taken = {h.index for h in heads if lm.site(h) == site}
         others = [i for i in range(site.n_heads) if i not in taken]
@@ -143,23 +147,46 @@ def random_heads(lm: LanguageModel, heads: tuple[Head, ...], seed: int) -> tuple
                 f"Layer {site.layer} has {site.n_heads} heads, of which {len(taken)} are masked: too few others "
                 "are left to draw random ones from."
             )
-        drawn += [site.head(int(i)) for i in sorted(rng.choice(others, len(taken), replace=False))]
-    return tuple(drawn)
+        pools.append((site, others, len(taken)))
+    possible = math.prod(math.comb(len(others), k) for _, others, k in pools)
+    draws: dict[tuple[Head, ...], None] = {}
+    while len(draws) < min(n, possible):
+        drawn = [site.head(int(i)) for site, others, k in pools for i in sorted(rng.choice(others, k, replace=False))]
+        draws[tuple(drawn)] = None
+    return list(draws)
+
+
+def leave_controls(lm: LanguageModel, heads: Sequence[Head]) -> tuple[Head, ...]:
+    """The first of `heads` such that no layer loses more than half of its heads: so many random ones can be drawn."""
+    kept: list[Head] = []
+    for head in heads:
+        site = lm.site(head)
+        if 2 * (1 + sum(lm.site(h) == site for h in kept)) <= site.n_heads:
+            kept.append(head)
+    return tuple(kept)
 
 
 def known_heads(lm: LanguageModel, role: str = "aggregate") -> tuple[Head, ...]:
     """The heads that the registry names for this model. Raises `GAError` if it names none."""
-    spec = find_spec(lm.name)
+    spec = find_spec(lm.source)  # not by its label: a folder may carry the name of a published model
     names = getattr(spec, role) if spec else ()
     if not names:
         raise GAError(
             f"The registry names no {role} heads for {lm.name}: use heads='sweep' to find them, or name them yourself "
             "('L17H24')."
         )
-    heads = parse_heads(list(names))
-    for head in heads:
-        lm.site(head)
-    return heads
+    return named_heads(lm, list(names))
+
+
+def named_heads(lm: LanguageModel, heads: object) -> tuple[Head, ...]:
+    """The heads that `heads` names, each once, under the short name where it has one.
+
+    Raises `HeadError` for one that does not exist, and `GAError` if none is named.
+    """
+    found = dict.fromkeys(lm.site(h).head(h.index) for h in parse_heads(heads))
+    if not found:
+        raise GAError("heads names no head: give names such as 'L17H24'.")
+    return tuple(found)
 
 
 def check_fits(lm: LanguageModel, task: Task) -> None:

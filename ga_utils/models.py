@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -20,10 +21,10 @@ from . import kernels
 from .errors import GAError, ModelError, say_once
 from .fetch import Files, folder_files, hub_files, hub_tokenizer, packaged_files
 from .language_model import LanguageModel, parse_dtype, wrap
-from .registry import ModelSpec, find_spec, resolve_models
+from .registry import ModelSpec, find_spec, registry, resolve_models
 from .selfcheck import require
 
-__all__ = ["LanguageModel", "load", "wrap"]
+__all__ = ["LanguageModel", "labels", "load", "wrap"]
 
 
 def load(
@@ -34,13 +35,14 @@ def load(
     revision: str | None = None,
     attn_implementation: str | None = None,
     check: bool = True,
+    label: str | None = None,
 ) -> LanguageModel:
     """Load a causal language model and find its heads.
 
     name: a name of the registry (``ga models``), a hub id such as "ORG/NAME", or a folder. dtype: "float32",
     "bfloat16", "float16" or "float64"; None chooses by device. device: "cpu", "cuda", "cuda:1", "mps" or "auto".
     revision: the hub's branch, tag or commit. attn_implementation: "sdpa" or "eager"; None lets transformers choose.
-    check: run the self-check (a few forwards over a dozen tokens).
+    check: run the self-check (a few forwards over a dozen tokens). label: the model's name on pages (see `labels`).
 
     Raises `ModelError` (or `GAError` for a dtype or device that is not there) in one sentence that says what to do.
     """
@@ -55,7 +57,7 @@ def load(
         model = _build(files, place, number, attn_implementation)
         _check_kernels(model, files, on_cuda)
         tokenizer = _tokenizer(spec.tokenizer if spec and spec.tokenizer else files.folder, files)
-    label = spec.name if spec else Path(name).resolve().name if Path(name).is_dir() else str(name)
+    label = label or labels([name])[str(name)]
     model.eval().requires_grad_(False)
     lm = LanguageModel(model, tokenizer, label, spec.title if spec else label, files.source, files.revision)
     _check_tokenizer(lm)
@@ -69,6 +71,33 @@ def load(
                 f"{lm.name} ({type(model).__name__}) fails in its first forward passes: {_first_line(error)}"
             ) from error
     return lm
+
+
+def labels(names: Iterable[str | Path]) -> dict[str, str]:
+    """What each of several models is called on a page, by the name under which it was asked for: no two alike.
+
+    A model of the registry goes by its name there, a hub id by itself, and a folder by its last part, with as many
+    parts before it as tell it from the others. Raises `ModelError` if there is none, or if two names mean one model.
+    """
+    asked = list(dict.fromkeys(str(n) for n in names))
+    if not asked:
+        raise ModelError("No model was named: give a name of the registry, a hub id (ORG/NAME) or a folder.")
+    folders = {n: Path(n).expanduser().resolve() for n in asked if not find_spec(n) and Path(n).expanduser().is_dir()}
+    found = {n: getattr(find_spec(n), "name", n) for n in asked if n not in folders}
+    taken = {*found.values(), *registry()}
+    for name, path in folders.items():
+        others = [p for n, p in folders.items() if n != name]
+        if path in others:
+            raise ModelError(f"The folder {path} is named twice: name each model once.")
+        for length in range(1, len(path.parts)):
+            short = "/".join(path.parts[-length:])
+            if short not in taken and not any("/".join(p.parts[-length:]) == short for p in others):
+                break
+        found[name] = short
+    if len(set(found.values())) < len(found):
+        twice = next(v for v in found.values() if list(found.values()).count(v) > 1)
+        raise ModelError(f"{twice} is named twice: name each model once.")
+    return {n: found[n] for n in asked}
 
 
 def _locate(name: str | Path, spec: ModelSpec | None, revision: str | None) -> Files:
@@ -107,7 +136,9 @@ def _build(files: Files, place: torch.device | str, dtype: torch.dtype, attentio
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             files.folder, config=config, dtype=dtype, device_map=None if place == torch.device("cpu") else place,
-            trust_remote_code=False, use_safetensors=True, local_files_only=True, output_loading_info=True, **options,
+            trust_remote_code=False, use_safetensors=True, local_files_only=True, output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported, and refused below, by name
+            **options,
         )  # fmt: skip
     except torch.OutOfMemoryError:
         raise

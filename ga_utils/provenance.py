@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import pandas as pd
@@ -22,13 +23,23 @@ def model_line(lm: LanguageModel) -> str:
     )
 
 
-def table(records: Sequence[Record], command: str) -> pd.DataFrame:
-    """What the records rest on, and the command that makes them again: one row for each fact.
+def command(notebook: str) -> str:
+    """The command that made this page, as `ga run` was given it; a plain one where the notebook was run by hand."""
+    return os.environ.get("GA_COMMAND") or f"ga run {notebook}"
+
+
+def table(records: Sequence[Record], name: str, source: str, revision: str | None, command: str) -> pd.DataFrame:
+    """What a model's records rest on, and the command that makes them again: one row for each fact.
+
+    name, source, revision: the model as it was loaded today; the records are those of its weights, whoever measured
+    them.
 
     Times are those of the measurement, whenever it was; a record that was found in the store took no time today.
     """
     records = list({r.hash: r for r in records}.values())
-    facts = {name: ", ".join(values) for name, values in _facts(records).items()}
+    facts = {"model": name, "weights from": source, "revision": revision}
+    facts |= {fact: ", ".join(values) for fact, values in _facts(records).items()}
+    facts = {fact: text for fact, text in facts.items() if text}
     facts["made again by"] = command
     names = [f"{r.path.parent.name}/{r.hash[:10]}" for r in records[:3]]
     facts["records"] = f"{len(records)}: {', '.join(names)}" + (" …" if len(records) > 3 else "")
@@ -42,9 +53,6 @@ def _facts(records: Sequence[Record]) -> dict[str, list[str]]:
     seconds = sum(r.meta.get("seconds", 0) for r in records)
     began = each(lambda r: r.meta.get("began", "")[:10])
     facts = {
-        "model": each(lambda r: r.meta.get("model")),
-        "weights from": each(lambda r: r.meta.get("source")),
-        "revision": each(lambda r: r.meta.get("revision")),
         "weights' fingerprint": each(lambda r: r.key["model"]["weights"]),
         "dtype, device": each(lambda r: f"{r.key['model']['dtype']} on {r.key['model']['device']}"),
         "attention": each(lambda r: r.key["model"]["attention"]),
@@ -54,7 +62,7 @@ def _facts(records: Sequence[Record]) -> dict[str, list[str]]:
         "seed": each(lambda r: r.key["task"]["settings"].get("seed")),
         "measured": began if len(began) < 3 else [began[0], "to", began[-1]],
         "time taken": [
-            f"{seconds / 60:.1f} minutes on {threads} threads" for threads in each(lambda r: r.meta.get("threads"))
+            f"{seconds / 60:.1f} minutes, threads: {threads}" for threads in each(lambda r: r.meta.get("threads"))
         ][:1],
     }
     return {label: values for label, values in facts.items() if values}

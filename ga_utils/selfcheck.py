@@ -6,6 +6,7 @@ properties that every result rests on. A model that fails is refused with the se
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -93,6 +94,11 @@ def require(lm: LanguageModel) -> Report:
     """Run `self_check` and raise `ModelError` with one sentence if a check failed."""
     report = self_check(lm)
     for c in report.checks:
+        if math.isnan(c.error):
+            raise ModelError(
+                f"{lm.name} ({type(lm.model).__name__}) cannot be measured: its outputs are not numbers (NaN), as with "
+                "damaged weights or a dtype that is too narrow for them."
+            )
         if not c.ok:
             raise ModelError(
                 f"{lm.name} ({type(lm.model).__name__}) cannot be measured rightly: the check '{c.name}' ({c.detail}) "

@@ -12,7 +12,7 @@ from ga_utils import claims, figures, kv_curve
 from ga_utils.discovery import effects, select_heads
 from ga_utils.errors import GAError, HeadError, TaskError
 from ga_utils.heads import Head
-from ga_utils.measure import random_heads, score_under, sweep_under
+from ga_utils.measure import leave_controls, random_draws, score_under, sweep_under
 from ga_utils.records import Store
 from ga_utils.report import reported
 from ga_utils.stats import bootstrap, slope
@@ -55,16 +55,32 @@ def test_noise_alone_selects_no_head():
     assert found <= 3  # 5% of sweeps, corrected for the 100 heads
 
 
-def test_random_heads_match_layer_for_layer_and_avoid_the_found():
+def test_random_heads_match_layer_for_layer_and_are_different_draws():
     lm = zoo.lm("llama")
-    found = (Head(1, 1), Head(1, 2), Head(2, 0))
-    for seed in range(20):
-        drawn = random_heads(lm, found, seed)
-        assert sorted(h.layer for h in drawn) == [1, 1, 2] and not set(drawn) & set(found)
-    assert len({random_heads(lm, found, s) for s in range(20)}) > 1
-    assert random_heads(lm, found, 3) == random_heads(lm, found, 3)
+    found = (Head(1, 1), Head(2, 0))
+    draws = random_draws(lm, found, 9)
+    assert len(set(draws)) == 9  # all of 3 x 3
+    for drawn in draws:
+        assert [h.layer for h in drawn] == [1, 2] and not set(drawn) & set(found)
+    assert random_draws(lm, found, 4) == draws[:4]
+    # two of four heads leave one other pair, however many draws are asked for
+    assert random_draws(lm, (Head(1, 0), Head(1, 1)), 5) == [(Head(1, 2), Head(1, 3))]
     with pytest.raises(GAError, match="too few others"):
-        random_heads(lm, (Head(1, 0), Head(1, 1), Head(1, 2)), 0)
+        random_draws(lm, (Head(1, 0), Head(1, 1), Head(1, 2)), 1)
+    every = [Head(1, i) for i in (2, 0, 3, 1)] + [Head(2, 1)]
+    assert leave_controls(lm, every) == (Head(1, 2), Head(1, 0), Head(2, 1))
+
+
+def test_a_head_named_twice_is_one_head():
+    lm = zoo.lm("llama")
+    for names in ("L1H2,L1.attention.H2", [[1, 2], "L1H2"], "[[1, 2]]", "(1, 2)", "L1H2,"):
+        assert replace(SETTINGS, heads=names).given(lm) == (Head(1, 2),)
+
+
+def test_known_heads_go_with_the_model_and_not_with_its_label():
+    lm = replace(zoo.lm("llama"), name="llama-3.1-8b-instruct")
+    with pytest.raises(GAError, match="registry names no aggregate heads"):
+        replace(SETTINGS, heads="registry").check(lm)
 
 
 def test_bootstrap_intervals_cover_and_pair():

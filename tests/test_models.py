@@ -411,7 +411,7 @@ def test_architectures_that_ignore_padding_are_refused(tmp_path, name):
 
 def test_a_model_that_is_broken_inside_fails_in_one_sentence(folder):
     edit_weights(folder, lambda t: t["model.layers.1.self_attn.o_proj.weight"].fill_(float("nan")))
-    refused("cannot be measured rightly", folder, device="cpu")
+    refused("cannot be measured", folder, device="cpu")
     lm = load(folder, device="cpu", check=False)  # the asker's own risk
     assert bool(lm.model(**lm.encode(["x"])).logits.isnan().any())
 
@@ -712,3 +712,22 @@ def test_the_embedded_model_knows_the_capital_of_france():
             broken = lm.model(**lm.encode(["The capital of France is"])).logits[0, -1].argmax()
         assert lm.tokenizer.decode(broken).strip() != "Paris"
     assert lm.fingerprint != zoo.lm("llama").fingerprint
+
+
+def test_no_two_models_go_by_one_label(tmp_path, monkeypatch):
+    a, b = tmp_path / "a" / "checkpoint-1000", tmp_path / "b" / "checkpoint-1000"
+    own = tmp_path / "smollm2-135m"  # a folder with the name of a registry's model
+    for folder in (a, b, own):
+        folder.mkdir(parents=True)
+    found = models.labels([a, b, own, "smollm2-135m", "ORG/NAME"])
+    assert found[str(a)] == "a/checkpoint-1000" and found[str(b)] == "b/checkpoint-1000"
+    assert found[str(own)] == f"{tmp_path.name}/smollm2-135m" and found["smollm2-135m"] == "smollm2-135m"
+    assert len(set(found.values())) == 5
+    assert models.labels([a]) == {str(a): "checkpoint-1000"}
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match="named twice"):
+        models.labels([a, "a/checkpoint-1000"])
+    with pytest.raises(ModelError, match="named twice"):
+        models.labels(["smollm2-135m-hub", "HuggingFaceTB/SmolLM2-135M-Instruct"])
+    with pytest.raises(ModelError, match="No model"):
+        models.labels([])
