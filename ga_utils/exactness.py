@@ -175,28 +175,36 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def table(records: Sequence[Record]) -> pd.DataFrame:
-    """One row for each family: how much was compared, the worst errors, and the signs and row sums of M."""
+    """One row for each family: how much was compared, and the worst errors."""
+    return pd.DataFrame(
+        {
+            "family": name,
+            "classes": here["class"].nunique(),
+            "mixers": len(here.drop_duplicates(["class", "layer"])),
+            "whole mixer": power(here.mixer.max()),
+            "worst head": power(here["head"].max()),
+            "row alone": power(here.row.max()),
+        }
+        for name, here in _by_family(records)
+    )
+
+
+def signs(records: Sequence[Record]) -> pd.DataFrame:
+    """One row for each family: the negative share of the weight and the row sums, on the longest text."""
     rows = []
-    everything = frame(records)
-    for kind, name in NAMES.items():
-        here = everything[everything.kind == kind]
-        if here.empty:
-            continue
-        long = here[here.length == here.length.max()]  # of one token there is one weight: it says little on signs
+    for name, here in _by_family(records):
+        long = here[here.length == here.length.max()]  # of one token there is one weight, which says little
         low, high = long.least_sum.min(), long.greatest_sum.max()
-        rows.append(
-            {
-                "family": name,
-                "classes": here["class"].nunique(),
-                "mixers": len(here.drop_duplicates(["class", "layer"])),
-                "whole mixer": power(here.mixer.max()),
-                "worst head": power(here["head"].max()),
-                "row alone": power(here.row.max()),
-                "negative weight": _span(100 * long.negative.min(), 100 * long.negative.max(), "%"),
-                "row sums": _span(low, high, digits=1 if high - low > 1e-4 else 0),
-            }
-        )
+        negative = _span(100 * long.negative.min(), 100 * long.negative.max(), "%")
+        sums = _span(low, high, digits=1 if high - low > 1e-4 else 0)
+        rows.append({"family": name, "negative weight": negative, "row sums": sums})
     return pd.DataFrame(rows)
+
+
+def _by_family(records: Sequence[Record]) -> list[tuple[str, pd.DataFrame]]:
+    everything = frame(records)
+    parts = [(name, everything[everything.kind == kind]) for kind, name in NAMES.items()]
+    return [(name, here) for name, here in parts if not here.empty]
 
 
 def classes(records: Sequence[Record]) -> dict[str, list[str]]:

@@ -251,4 +251,4 @@ def _signs(values: np.ndarray) -> str:
     negative = -values[values < 0].sum() / _total(values)
     if negative == 0:
         return f"No weight is negative, and they sum to {values.sum():.2f}."
-    return f"{100 * negative:.0f}% of the weight is negative, and the row sums to {values.sum():.2f}."
+    return f"{100 * negative:.0f}% of the weight is negative, and the row sums to {values.sum():.2f}.".replace("-", "−")

@@ -49,6 +49,8 @@ def test_every_family_is_measured_and_within_the_contract(records):
     assert (frame[["mixer", "row"]] <= exactness.BOUND).all().all() and (frame.above == 0).all()
     assert 0 < frame.mixer.max()  # measured, not assumed
     assert list(exactness.table(records).family) == list(exactness.NAMES.values())
+    shown = exactness.signs(records).set_index("family")
+    assert tuple(shown.loc["softmax attention"]) == ("0%", "1") and (shown["negative weight"] != "0%").sum() == 7
     assert exactness.verdict(records).startswith(f"All {len(frame)} comparisons are within 10⁻⁵")
     attention = frame[frame.kind == "attention"]
     assert (attention.negative == 0).all() and np.allclose(attention[["least_sum", "greatest_sum"]], 1, atol=1e-5)
@@ -75,6 +77,8 @@ def test_an_inexact_matrix_is_seen_and_said(tmp_path, monkeypatch):
     records = exactness.measure(Store(tmp_path), ["minimax"], [7], progress=False)
     frame = exactness.frame(records)
     assert frame[frame.kind == "lightning"].mixer.min() == pytest.approx(1e-3, rel=1e-2)
+    shown = exactness.signs(records).set_index("family")
+    assert tuple(shown.loc["softmax attention"]) == ("0%", "1") and (shown["negative weight"] != "0%").sum() == 7
     assert exactness.verdict(records).startswith("2 of 4 comparisons miss 10⁻⁵")
 
 
