@@ -55,7 +55,7 @@ def executed_pages(project_root: Path) -> list[str]:
     path = project_root / "book" / "_toc.yml"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise GAError(f"The table of contents {path} cannot be read ({error}).") from error
     files = [str(file).removesuffix(".ipynb") for file in _files(content)]
     return [file.removeprefix(_EXECUTED) for file in files if file.startswith(_EXECUTED)]

@@ -7,6 +7,8 @@ import difflib
 import hashlib
 import importlib.util
 import json
+import os
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,12 +60,11 @@ def read_notebook(project_root: Path, name: str) -> Notebook:
         raise GAError(f"There is no notebook {stem!r} in {project_root / 'notebooks'}: {hint}")
     try:
         content = json.loads(known[stem].read_text(encoding="utf-8"))
-        raw = [(c["cell_type"], c["source"], c["metadata"].get("tags", [])) for c in content["cells"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        cells = tuple((c["cell_type"], "".join(c["source"])) for c in content["cells"])
+        tagged = ["".join(c["source"]) for c in content["cells"] if "parameters" in c["metadata"].get("tags", [])]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise GAError(f"{known[stem]} is not a notebook that can be read ({error}).") from error
-    cells = tuple((kind, source if isinstance(source, str) else "".join(source)) for kind, source, _ in raw)
-    tagged = [source for (kind, source), (_, _, tags) in zip(cells, raw, strict=True) if "parameters" in tags]
-    return Notebook(stem, known[stem], cells, _defaults(tagged[0]) if tagged else {})
+    return Notebook(stem, known[stem], cells, _defaults(stem, tagged[0]) if tagged else {})
 
 
 def source_hash(project_root: Path, notebook: Notebook) -> str:
@@ -94,7 +95,8 @@ def parse_settings(settings: Mapping[str, Any] | list[str] | tuple[str, ...]) ->
 def parameters(notebook: Notebook, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return `settings` as values of this notebook's parameters.
 
-    A text is read as JSON where it can be and stays a text otherwise. Raises `GAError` for a parameter that
+    A text is read as JSON where it can be and stays a text otherwise; a model's folder becomes an absolute
+    path, because the notebook runs in another folder than its caller. Raises `GAError` for a parameter that
     the notebook does not take, a value of another type than the default's, and a model that is not known.
     """
     values = {}
@@ -104,13 +106,29 @@ def parameters(notebook: Notebook, settings: Mapping[str, Any]) -> dict[str, Any
             hint = f" (did you mean {close[0]}?)" if close else ""
             raise GAError(f"The notebook {notebook.name} takes no parameter {key!r}{hint}: {notebook.takes()}.")
         values[key] = _coerce(notebook, key, value)
-    for key in (*notebook.defaults, *values):
-        value = values.get(key, notebook.defaults[key])
-        if key in ("model", "models") or key.endswith(("_model", "_models")):
-            names = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-            if names:
-                resolve_models(names)
+    for key in filter(_names_models, values):
+        values[key] = _absolute(values[key], Path.cwd())
+        if isinstance(values[key], list) and not all(isinstance(name, str) for name in values[key]):
+            raise GAError(f"The parameter {key} of the notebook {notebook.name} is a list of names of models.")
+        if values[key] not in (None, notebook.defaults[key]) and not isinstance(values[key], Mapping):
+            resolve_models(values[key])
+    project_root = notebook.path.parent.parent
+    for key, value in notebook.defaults.items():
+        if _names_models(key) and key not in values and value and isinstance(value, (str, list)):
+            resolve_models(_absolute(value, project_root))
     return values
+
+
+def command_for(notebook: Notebook, values: Mapping[str, Any]) -> str:
+    """Return the command that runs this notebook with these `parameters`, to be pasted into a shell."""
+    words = ["ga", "run", notebook.name]
+    for key, value in values.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        if isinstance(value, str) and _coerce(notebook, key, value) != value:
+            text = json.dumps(value)  # a text that would be read as something else
+        as_option = key == "models" and isinstance(value, list)
+        words += ["--models", ",".join(value)] if as_option else ["--set", f"{key}={text}"]
+    return shlex.join(words)
 
 
 def check_needs(notebook: Notebook, values: Mapping[str, Any]) -> None:
@@ -127,18 +145,49 @@ def check_needs(notebook: Notebook, values: Mapping[str, Any]) -> None:
             )
 
 
-def _defaults(source: str) -> dict[str, Any]:
+def _names_models(key: str) -> bool:
+    return key in ("model", "models") or key.endswith(("_model", "_models"))
+
+
+def _absolute(models: Any, folder: Path) -> Any:
+    """The names of `models`, with those of folders seen from `folder` made absolute."""
+    if isinstance(models, list):
+        return [_absolute(name, folder) for name in models]
+    if not isinstance(models, str):
+        return models
+    names = [name.strip() for name in models.split(",")]
+    for place, name in enumerate(names):
+        path = os.path.join(folder, os.path.expanduser(name))
+        if name and not name.startswith("panel:") and find_spec(name) is None and os.path.isdir(path):
+            names[place] = os.path.abspath(path)
+    return ",".join(names)
+
+
+def _parse(name: str, source: str) -> list[ast.stmt]:
+    """The statements of a code cell of the notebook `name`; `GAError` if it is not Python."""
+    try:
+        return ast.parse(_without_magics(source)).body
+    except (SyntaxError, ValueError) as error:
+        raise GAError(f"A code cell of the notebook {name} is not Python ({error}).") from error
+
+
+def _defaults(name: str, source: str) -> dict[str, Any]:
     """The names that the parameters cell assigns, with their values where they are literals."""
     found: dict[str, Any] = {}
-    for node in ast.parse(_without_magics(source)).body:
+    for node in _parse(name, source):
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(target, ast.Name) and isinstance(node, (ast.Assign, ast.AnnAssign)):
             try:
                 value = ast.literal_eval(node.value) if node.value is not None else _UNKNOWN
-            except ValueError:
+            except (ValueError, TypeError):
                 value = _UNKNOWN
-            found[target.id] = list(value) if isinstance(value, tuple) else value
+            found[target.id] = _listed(value)
     return found
+
+
+def _listed(value: Any) -> Any:
+    """JSON has no tuples: `value` with lists in their place."""
+    return [_listed(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _coerce(notebook: Notebook, key: str, value: Any) -> Any:
@@ -151,11 +200,12 @@ def _coerce(notebook: Notebook, key: str, value: Any) -> Any:
     if isinstance(default, str) and isinstance(text, str) and not isinstance(value, str):
         value = text  # a name such as 7 is still a name
     if not _fits(value, default):
-        shown = json.dumps(default)
-        raise GAError(
-            f"The parameter {key} of the notebook {notebook.name} is {_type_name(default)} such as {shown}, "
-            f"not {text!r}."
-        )
+        wanted = f"The parameter {key} of the notebook {notebook.name} is {_type_name(default)} such as "
+        wanted += json.dumps(default, default=repr)
+        if isinstance(value, list) and isinstance(default, list):
+            item, wanted_item = _misfit(value, default)
+            raise GAError(f"{wanted}: its item {json.dumps(item, default=repr)} is not {wanted_item}.")
+        raise GAError(f"{wanted}, not {text!r}.")
     return value
 
 
@@ -167,6 +217,15 @@ def _fits(value: Any, default: Any) -> bool:
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         return True
     return type(value) is type(default)
+
+
+def _misfit(value: list[Any], default: list[Any]) -> tuple[Any, str]:
+    """The first item, however deep, that is like none of the default's, and what it should be."""
+    item = next(v for v in value if not any(_fits(v, d) for d in default))
+    inner = next((d for d in default if isinstance(d, list)), None)
+    if isinstance(item, list) and inner is not None:
+        return _misfit(item, inner)
+    return item, " or ".join(dict.fromkeys(_type_name(d) for d in default))
 
 
 def _type_name(default: Any) -> str:
@@ -188,11 +247,7 @@ def _imports(notebook: Notebook) -> Iterator[str]:
     """The top-level modules that the code cells import outside functions and `try`."""
     for kind, source in notebook.cells:
         if kind == "code":
-            try:
-                body = ast.parse(_without_magics(source)).body
-            except SyntaxError as error:
-                raise GAError(f"A code cell of the notebook {notebook.name} is not Python ({error}).") from error
-            for node in body:
+            for node in _parse(notebook.name, source):
                 if isinstance(node, ast.Import):
                     yield from (alias.name.partition(".")[0] for alias in node.names)
                 elif isinstance(node, ast.ImportFrom) and not node.level and node.module:

@@ -37,8 +37,8 @@ from .errors import StoreError, say_once
 
 __all__ = ["Record", "Store", "canonical", "code_hash", "record_hash"]
 
-_KIND = re.compile(r"[a-z0-9][a-z0-9_-]*$")
-_RECORD = re.compile(r"[0-9a-f]{24}\.json$")
+_KIND = re.compile(r"[a-z0-9][a-z0-9_-]*")
+_RECORD = re.compile(r"[0-9a-f]{24}\.json")
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,14 @@ class Store:
         `fn` has run, so `fn` may fill it (``batch_size``). A record that is damaged is said so once, moved
         aside and measured again.
 
-        Raises `StoreError` for a key or values that JSON cannot hold, naming the place, and for a folder
-        that cannot be written. What `fn` raises passes through, and nothing is kept.
+        Raises `StoreError` for a key or values that JSON cannot hold, naming the place, for arguments or a
+        result of another shape, and for a folder that cannot be written. What `fn` raises passes through, and nothing is kept.
         """
         path = self._path(key)
+        if not callable(fn):
+            raise StoreError(f"A record is measured by a function that takes nothing, not by {fn!r:.80}.")
+        if not isinstance(meta, dict | None):
+            raise StoreError(f"The notes beside a record (meta) are a dict, not {type(meta).__name__}.")
         if (record := self._read(path, "pass over")) is not None:
             return record
         with self._explained(path.parent):
@@ -108,12 +112,12 @@ class Store:
             if (record := self._read(path, "move")) is not None:  # another process was faster
                 return record
             for stale in path.parent.glob(f".{path.stem}.*.tmp"):  # left by a run that was killed
-                stale.unlink(missing_ok=True)
+                with suppress(OSError):
+                    stale.unlink()
             began, clock = datetime.datetime.now(datetime.UTC), time.perf_counter()
             result = fn()
             seconds = time.perf_counter() - clock
-            values, arrays = result if isinstance(result, tuple) else (result, None)
-            record_bytes, array_bytes = encode(key, values, arrays or {})
+            record_bytes, array_bytes = encode(key, *_values_and_arrays(result))
             note = {
                 "began": began.isoformat(timespec="seconds"),
                 "seconds": round(seconds, 3),
@@ -124,7 +128,7 @@ class Store:
                 **(meta or {}),
             }
             with self._explained(path.parent):
-                note_bytes = json.dumps(note, indent=1, sort_keys=True, default=str).encode()
+                note_bytes = json.dumps(note, indent=1, skipkeys=True, default=str).encode()
                 files = {
                     ".npz": array_bytes,
                     ".meta.json": note_bytes,
@@ -151,7 +155,7 @@ class Store:
         wanted = plain(key_filters, "filter", numpy=True)
         found = []
         for path in sorted(self.root.glob(f"{kind or '*'}/*.json")):
-            if _RECORD.match(path.name):
+            if _RECORD.fullmatch(path.name):
                 record = self._read(path)
                 if record is not None and _holds(record.key, wanted):
                     found.append(record)
@@ -159,7 +163,7 @@ class Store:
 
     def _path(self, key: dict[str, Any]) -> Path:
         kind = key.get("kind") if isinstance(key, dict) else None
-        if not isinstance(kind, str) or not _KIND.match(kind):
+        if not isinstance(kind, str) or not _KIND.fullmatch(kind):
             raise StoreError(f"A record's key needs a 'kind' of lower-case letters, digits, '-' and '_', not {kind!r}.")
         return self.root / kind / f"{record_hash(key)}.json"
 
@@ -218,13 +222,32 @@ class Store:
         try:
             yield
         except OSError as error:
-            reason = error.strerror or str(error)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                reason = "the disk or your share of it is full"
             raise StoreError(
-                f"Results cannot be written to {folder}: {reason}. Nothing measured before is lost; make "
+                f"Results cannot be written to {folder}: {why_not_written(folder, error)}. Nothing measured before is lost; make "
                 "room or name another folder with --store or GA_STORE."
             ) from error
+
+
+def why_not_written(folder: Path, error: OSError) -> str:
+    """Return, as part of a sentence, why `error` came up when a file was to be written to `folder`."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk or your share of it is full"
+    for path in (folder, *folder.parents):
+        if os.path.lexists(path) and not os.path.isdir(path):
+            return f"{path} is {'a file' if path.exists() else 'a broken link'}, not a folder"
+    return error.strerror or str(error)
+
+
+def _values_and_arrays(result: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `fn` returned to `Store.compute`, in the shape that it should have."""
+    if isinstance(result, tuple) and len(result) != 2:
+        raise StoreError(f"What measures a record returns (values, arrays) or values, not {len(result)} things.")
+    values, arrays = result if isinstance(result, tuple) else (result, None)
+    if arrays is None:
+        arrays = {}
+    if not isinstance(arrays, dict) or not all(isinstance(name, str) for name in arrays):
+        raise StoreError(f"A record's arrays are a dict of names to arrays, not {arrays!r:.80}.")
+    return values, arrays
 
 
 def _holds(key: Any, wanted: Any) -> bool:

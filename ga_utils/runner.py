@@ -26,10 +26,12 @@ from typing import Any
 from .book import build_book
 from .codehash import folder_hash
 from .errors import GAError
+from .executed import error_of, stamp, why_not_whole, without_colours
 from .notebooks import (
     PACKAGE_FOLDER,
     Notebook,
     check_needs,
+    command_for,
     find_notebooks,
     find_project,
     parameters,
@@ -37,19 +39,25 @@ from .notebooks import (
     read_notebook,
     source_hash,
 )
-from .records import Store
+from .records import Store, why_not_written
 from .registry import resolve_models
 
 __all__ = ["NotebookRun", "build_book", "find_project", "run_notebooks"]
 
 # papermill's own command line reads parameters as YAML, in which 1e-05 is a text
-_PAPERMILL = (
-    "import json, sys, papermill; "
-    "papermill.execute_notebook(**json.load(sys.stdin), stderr_file=sys.stderr)"  # the cells' own progress bars
-)
+_PAPERMILL = """
+import json, sys
+try:
+    import ctypes
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM: end when `ga` is killed
+except (ImportError, OSError, AttributeError):
+    pass
+import papermill
+papermill.execute_notebook(**json.load(sys.stdin), stderr_file=sys.stderr)  # the cells' own progress bars
+"""
 _IGNORED = "ignore:IProgress not found"
 _SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal to draw a bar on
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
@@ -88,10 +96,7 @@ def run_notebooks(
     _check_environment(root)
     store.check_writable()
     out_folder = root / out
-    try:
-        out_folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise GAError(f"Executed notebooks cannot be written to {out_folder}: {error.strerror}.") from error
+    _check_output(out_folder, [notebook.name for notebook, _ in plan])
     _remove_leftovers(out_folder)
     runs = []
     for number, (notebook, values) in enumerate(plan, 1):
@@ -143,8 +148,21 @@ def _check_environment(root: Path) -> None:
         )
 
 
+def _check_output(folder: Path, names: Sequence[str]) -> None:
+    """Raise `GAError` if pages of these names could not be written to `folder`, which is made if need be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".check-") as file:
+            file.write(b"0" * 4096)
+    except OSError as error:
+        raise GAError(f"Executed notebooks cannot be written to {folder}: {why_not_written(folder, error)}.") from error
+    for name in names:
+        if (page := folder / f"{name}.ipynb").is_dir():
+            raise GAError(f"The executed notebook cannot be written to {page}: it is a folder, not a file.")
+
+
 def _run(root: Path, notebook: Notebook, values: dict[str, Any], store: Store, out: Path) -> NotebookRun:
-    stamp = {
+    made_from = {
         "code_hash": source_hash(root, notebook),
         "parameters": values,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -158,20 +176,23 @@ def _run(root: Path, notebook: Notebook, values: dict[str, Any], store: Store, o
         "cwd": str(root),
     }
     clock = time.perf_counter()
-    failed = store.root / f"{notebook.name}.failed.ipynb"
+    published, failed = out / f"{notebook.name}.ipynb", store.root / f"{notebook.name}.failed.ipynb"
     try:
-        with _kernel_environment(store) as environment:
+        with _kernel_environment(store, command_for(notebook, values)) as environment:
             status, log = _papermill(request, root, environment)
         seconds = time.perf_counter() - clock
-        if status == 0:
-            published = out / f"{notebook.name}.ipynb"
-            _stamp(partial, stamp, notebook.name)
+        kept = failed if partial.exists() else failed.with_suffix(".log")
+        if status:
+            error = error_of(partial, log, kept)
+        elif early := why_not_whole(partial):
+            error = f"{early} The full account is in {kept}."
+        else:
+            stamp(partial, made_from, notebook.name)
             os.replace(partial, published)
             for old in (failed, failed.with_suffix(".log")):
-                old.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    old.unlink()
             return NotebookRun(notebook.name, published, None, seconds)
-        kept = failed if partial.exists() else failed.with_suffix(".log")
-        error = _error_of(partial, log, kept)
         try:
             failed.with_suffix(".log").write_text(log, encoding="utf-8")
             if partial.exists():
@@ -179,8 +200,12 @@ def _run(root: Path, notebook: Notebook, values: dict[str, Any], store: Store, o
         except OSError as full:
             error += f" It could not be kept there: {full.strerror}."
         return NotebookRun(notebook.name, kept, error, seconds)
+    except OSError as error:  # the disk is full, or the page's place was taken meanwhile
+        why = f"It could not be run or its page not be written: {error}."
+        return NotebookRun(notebook.name, published, why, time.perf_counter() - clock)
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what went wrong before matters more
+            partial.unlink()
 
 
 def _papermill(request: dict[str, Any], root: Path, environment: dict[str, str]) -> tuple[int, str]:
@@ -205,7 +230,7 @@ def _papermill(request: dict[str, Any], root: Path, environment: dict[str, str])
             shown = _show_progress(chunk.decode(errors="replace"), shown)
         if sys.stderr.isatty():
             sys.stderr.write("\n")
-        return child.wait(), _ANSI.sub("", said.decode(errors="replace"))
+        return child.wait(), without_colours(said.decode(errors="replace"))
     except BaseException:
         child.terminate()  # its kernel watches it, and ends when it does
         try:
@@ -223,7 +248,7 @@ def _show_progress(text: str, shown: float) -> float:
 
     `shown` is when a line was last printed, by the monotonic clock; returns the new time.
     """
-    bars = [part.strip() for part in re.split(r"[\r\n]", _ANSI.sub("", text)) if "%|" in part]
+    bars = [part.strip() for part in re.split(r"[\r\n]", without_colours(text)) if "%|" in part]
     if not bars:
         return shown
     if sys.stderr.isatty():
@@ -237,15 +262,15 @@ def _show_progress(text: str, shown: float) -> float:
 
 
 @contextlib.contextmanager
-def _kernel_environment(store: Store) -> Iterator[dict[str, str]]:
+def _kernel_environment(store: Store, command: str) -> Iterator[dict[str, str]]:
     """The environment in which ``python3`` is this interpreter, whatever is installed or activated."""
-    with tempfile.TemporaryDirectory(prefix="ga-kernel-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ga-kernel-", ignore_cleanup_errors=True) as folder:
         spec = Path(folder, "kernels", "python3")
         spec.mkdir(parents=True)
         argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         text = json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"})
         (spec / "kernel.json").write_text(text, encoding="utf-8")
-        environment = dict(os.environ, GA_STORE=str(store.root.resolve()))
+        environment = dict(os.environ, GA_STORE=str(store.root.resolve()), GA_COMMAND=command)
         # a page is no place for tqdm's wish for a widget library, and the warning shows this machine's paths
         environment["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), _IGNORED]))
         environment["JUPYTER_PATH"] = _prepend(folder, os.environ.get("JUPYTER_PATH"))
@@ -258,48 +283,13 @@ def _prepend(folder: str, others: str | None) -> str:
     return os.pathsep.join([folder, *([others] if others else [])])
 
 
-def _stamp(path: Path, stamp: dict[str, Any], name: str) -> None:
-    """Note in the executed notebook what it was made from, and take the paths of this machine out of it."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    content["metadata"]["ga"] = stamp
-    notes = content["metadata"].get("papermill", {})
-    notes.update(input_path=f"notebooks/{name}.ipynb", output_path=f"{name}.ipynb")
-    for cell in content["cells"]:  # the parameters that papermill wrote in fold away like other code
-        tags = cell["metadata"].get("tags", [])
-        if "injected-parameters" in tags and "hide-input" not in tags:
-            cell["metadata"]["tags"] = [*tags, "hide-input"]
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _error_of(partial: Path, log: str, kept: Path) -> str:
-    """One sentence for what went wrong: the package's own errors say it themselves."""
-    last = [line.strip() for line in log.splitlines() if line.strip()][-1:] or ["it ended without a word"]
-    if partial.exists():
-        for cell in json.loads(partial.read_text(encoding="utf-8"))["cells"]:
-            for output in cell.get("outputs", []):
-                if output["output_type"] == "error":
-                    name, text = output["ename"], _ANSI.sub("", output["evalue"])
-                    if name in _own_errors():
-                        return text
-                    last = [f"{name}: {text.strip().splitlines()[0]}" if text.strip() else name]
-    return f"{last[0].rstrip('.')}. The full account is in {kept}."
-
-
-def _own_errors() -> set[str]:
-    found, waiting = set(), [GAError]
-    while waiting:
-        kind = waiting.pop()
-        found.add(kind.__name__)
-        waiting += kind.__subclasses__()
-    return found
-
-
 def _remove_leftovers(out: Path) -> None:
     """Remove what runs that were killed have left; those of living processes stay."""
     for path in out.glob(".*.ipynb"):
         owner = path.name.split(".")[-2]
         if owner.isdigit() and not _alive(int(owner)):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _alive(process: int) -> bool:

@@ -111,8 +111,10 @@ def score(
     it, "none" adds nothing; None takes what the task says. Raises TaskError before any forward if an example
     is longer than the model allows, GAError if a score is not finite.
     """
-    if batch_size is not None and batch_size < 1:
-        raise TaskError(f"batch_size={batch_size} must be 1 or more.")
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise TaskError(f"batch_size={batch_size!r} must be an integer of 1 or more.")
+    if not isinstance(lm, LanguageModel):
+        raise ModelError(f"score takes a LanguageModel (from load or wrap) first, not {type(lm).__name__}.")
     if lm.model.training:
         raise ModelError("The model is in training mode, where dropout changes scores; call lm.model.eval() first.")
     encoded = task if isinstance(task, EncodedTask) else encode(lm.tokenizer, as_task(task), special_tokens)

@@ -27,7 +27,7 @@ from .language_model import LanguageModel
 from .masking import check_input, mask_heads
 from .scoring import Scores, score
 from .sites import HeadSite
-from .tasks.base import Task
+from .tasks.base import Example, Task, as_task
 from .tasks.tokens import EncodedExample, encode
 
 #: bytes of keys and values that the variants of one example may hold at once
@@ -63,7 +63,7 @@ class Sweep:
 
 def sweep_heads(
     lm: LanguageModel,
-    task: Task,
+    task: Task | Sequence[Example],
     heads: object = None,
     positions: str = "answer",
     scored: str = "candidates",
@@ -90,6 +90,7 @@ def sweep_heads(
         raise TaskError(f"scored={scored!r} is unknown in a sweep: use 'candidates' or 'answer'.")
     if not chosen:
         raise TaskError("No head was named to sweep.")
+    task = as_task(task)
     encoded = encode(lm.tokenizer, task)
     why = "masks at all positions change the whole prompt" if positions == "all" else ""
     items = encoded.items

@@ -43,6 +43,10 @@ class Example:
     meta: Mapping = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.candidates, str) or not all(isinstance(c, str) for c in self.candidates):
+            raise TaskError(f"An example's candidates are a list of texts, not {self.candidates!r}.")
+        if isinstance(self.answer, bool) or not isinstance(self.answer, int):
+            raise TaskError(f"answer={self.answer!r} must be the number of the right candidate (an integer).")
         object.__setattr__(self, "candidates", tuple(self.candidates))
         object.__setattr__(self, "segments", tuple(self.segments))
         if not self.prompt:

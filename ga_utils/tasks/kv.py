@@ -187,7 +187,7 @@ def kv_task(
         raise TaskError(f"format={format!r} is unknown; it must be one of {', '.join(FORMATS)}.")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TaskError(f"seed={seed!r} must be an integer.")
-    if not isinstance(n_pairs, int) or not 1 <= n_pairs <= MAX_PAIRS:
+    if isinstance(n_pairs, bool) or not isinstance(n_pairs, int) or not 1 <= n_pairs <= MAX_PAIRS:
         raise TaskError(f"n_pairs={n_pairs!r} must be an integer from 1 to {MAX_PAIRS}.")
     if not isinstance(n_examples, int) or n_examples < 1:
         raise TaskError(f"n_examples={n_examples!r} must be an integer of 1 or more.")
