@@ -77,8 +77,6 @@ def test_an_inexact_matrix_is_seen_and_said(tmp_path, monkeypatch):
     records = exactness.measure(Store(tmp_path), ["minimax"], [7], progress=False)
     frame = exactness.frame(records)
     assert frame[frame.kind == "lightning"].mixer.min() == pytest.approx(1e-3, rel=1e-2)
-    shown = exactness.signs(records).set_index("family")
-    assert tuple(shown.loc["softmax attention"]) == ("0%", "1") and (shown["negative weight"] != "0%").sum() == 7
     assert exactness.verdict(records).startswith("2 of 4 comparisons miss 10⁻⁵")
 
 
