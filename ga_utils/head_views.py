@@ -5,7 +5,6 @@ The measurements are those of `head_rows`; the sentences here are made from thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,14 +138,6 @@ class Shown:
             f"heaviest token lies in the right value in {100 * self.hit.mean():.0f}% of them. "
             f"{_negative(self.negative)}"
         )
-
-
-def check_models(models: object) -> None:
-    """Raise `GAError` unless `models` is a list that names at least one model, each once."""
-    if isinstance(models, str) or not isinstance(models, Sequence) or not models:
-        raise GAError(f"models={models!r} must be a list of one model or more, such as ['smollm2-135m'].")
-    if len(set(models)) < len(models):
-        raise GAError(f"models={list(models)} names a model twice.")
 
 
 def random_model(name: str, text: str) -> LanguageModel:

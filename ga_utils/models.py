@@ -79,6 +79,8 @@ def labels(names: Iterable[str | Path]) -> dict[str, str]:
     A model of the registry goes by its name there, a hub id by itself, and a folder by its last part, with as many
     parts before it as tell it from the others. Raises `ModelError` if there is none, or if two names mean one model.
     """
+    if isinstance(names, str):
+        raise ModelError(f"models={names!r} must be a list of models, such as ['smollm2-135m'].")
     asked = list(dict.fromkeys(str(n) for n in names))
     if not asked:
         raise ModelError("No model was named: give a name of the registry, a hub id (ORG/NAME) or a folder.")

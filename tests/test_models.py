@@ -731,3 +731,5 @@ def test_no_two_models_go_by_one_label(tmp_path, monkeypatch):
         models.labels(["smollm2-135m-hub", "HuggingFaceTB/SmolLM2-135M-Instruct"])
     with pytest.raises(ModelError, match="No model"):
         models.labels([])
+    with pytest.raises(ModelError, match="a list of models"):
+        models.labels("smollm2-135m")
