@@ -107,11 +107,11 @@ def parameters(notebook: Notebook, settings: Mapping[str, Any]) -> dict[str, Any
             raise GAError(f"The notebook {notebook.name} takes no parameter {key!r}{hint}: {notebook.takes()}.")
         values[key] = _coerce(notebook, key, value)
     for key in filter(_names_models, values):
-        values[key] = _absolute(values[key], Path.cwd())
-        if isinstance(values[key], list) and not all(isinstance(name, str) for name in values[key]):
+        value = values[key] = _absolute(values[key], Path.cwd())
+        if isinstance(value, list) and not all(isinstance(name, str) for name in value):
             raise GAError(f"The parameter {key} of the notebook {notebook.name} is a list of names of models.")
-        if values[key] not in (None, notebook.defaults[key]) and not isinstance(values[key], Mapping):
-            resolve_models(values[key])
+        if isinstance(value, (str, list)) and (value or value != notebook.defaults[key]):
+            resolve_models(value)
     project_root = notebook.path.parent.parent
     for key, value in notebook.defaults.items():
         if _names_models(key) and key not in values and value and isinstance(value, (str, list)):

@@ -97,7 +97,8 @@ class Store:
         aside and measured again.
 
         Raises `StoreError` for a key or values that JSON cannot hold, naming the place, for arguments or a
-        result of another shape, and for a folder that cannot be written. What `fn` raises passes through, and nothing is kept.
+        result of another shape, and for a folder that cannot be written. What `fn` raises passes through, and
+        nothing is kept.
         """
         path = self._path(key)
         if not callable(fn):
@@ -223,8 +224,8 @@ class Store:
             yield
         except OSError as error:
             raise StoreError(
-                f"Results cannot be written to {folder}: {why_not_written(folder, error)}. Nothing measured before is lost; make "
-                "room or name another folder with --store or GA_STORE."
+                f"Results cannot be written to {folder}: {why_not_written(folder, error)}. Nothing measured before "
+                "is lost; make room or name another folder with --store or GA_STORE."
             ) from error
 
 

@@ -95,7 +95,7 @@ def test_a_key_that_json_cannot_hold_names_the_place(tmp_path, bad, place):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", [None, "", "A b", "../up", 3])
+@pytest.mark.parametrize("kind", [None, "", "A b", "../up", 3, "score\n"])
 def test_a_key_needs_a_kind(tmp_path, kind):
     with pytest.raises(StoreError, match="'kind'"):
         Store(tmp_path).compute({"kind": kind}, measured)
@@ -144,6 +144,12 @@ def test_an_existing_record_is_read_without_a_lock(tmp_path, monkeypatch):
         ((3, None), "dict"),
         (({}, {"x": np.array([object()])}), "array 'x'"),
         (({}, {"a/b": np.eye(2)}), "a/b"),
+        (({}, [np.eye(2)]), "arrays are a dict of names to arrays, not [array("),
+        (({}, np.eye(2)), "arrays are a dict"),
+        (({}, {3: np.eye(2), "a": np.eye(2)}), "arrays are a dict"),
+        (({},), "returns (values, arrays) or values, not 1 things"),
+        (({}, {}, {}), "not 3 things"),
+        (None, "values are a dict"),
     ],
 )
 def test_values_that_a_record_cannot_hold_leave_nothing(tmp_path, result, words):
@@ -151,6 +157,19 @@ def test_values_that_a_record_cannot_hold_leave_nothing(tmp_path, result, words)
         Store(tmp_path).compute(KEY, lambda: result)
     assert words in str(error.value)
     assert content(tmp_path) == {}
+
+
+def test_arguments_of_another_kind_are_refused_before_any_work(tmp_path):
+    with pytest.raises(StoreError, match="a function that takes nothing, not by {'x': 1}"):
+        Store(tmp_path).compute(KEY, {"x": 1})
+    with pytest.raises(StoreError, match=r"\(meta\) are a dict, not list"):
+        Store(tmp_path).compute(KEY, lambda: pytest.fail("measured"), ["batch_size"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_notes_of_any_names_lose_no_record(tmp_path):
+    meta = {3: "a number", (1, 2): "a pair", "path": Path("a")}
+    assert Store(tmp_path).compute(KEY, measured, meta).meta["path"] == "a"
 
 
 def test_what_fn_raises_passes_and_leaves_nothing(tmp_path):
@@ -244,6 +263,11 @@ def test_a_folder_that_cannot_be_written_is_one_sentence_before_any_work(tmp_pat
             store.check_writable()
         with pytest.raises(StoreError, match="cannot be written to .*--store"):
             store.compute(KEY, lambda: pytest.fail("measured"))
+    with pytest.raises(StoreError, match="file is a file, not a folder"):
+        Store(tmp_path / "file" / "results").check_writable()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(StoreError, match="link is a broken link, not a folder"):
+        Store(tmp_path / "link").check_writable()
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):

@@ -1,16 +1,22 @@
 """Are notebooks checked before they start and published only when whole, and the book built from today's?"""
 
+import errno
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
 
-from ga_utils import notebooks, runner
+from ga_utils import executed, notebooks, runner
 from ga_utils.book import build_book, executed_pages, is_current
 from ga_utils.errors import GAError, StoreError
 from ga_utils.notebooks import find_project, parse_settings, read_notebook, source_hash
@@ -20,7 +26,9 @@ from ga_utils.runner import run_notebooks
 GOOD = """
 import json, os, sys
 from ga_utils.records import Store
-seen = {"python": sys.executable, "cwd": os.getcwd(), "rate": rate, "models": models, "label": label}
+command = os.environ["GA_COMMAND"]
+seen = {"command": command, "python": sys.executable, "cwd": os.getcwd(), "rate": rate}
+seen |= {"models": models, "label": label}
 record = Store().compute({"kind": "seen", "n": n}, lambda: seen)
 """
 CONFIG = "title: Sample\nonly_build_toc_files: true\nexecute:\n  execute_notebooks: 'off'\n"
@@ -50,7 +58,7 @@ def one_package():
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
-    """A project of five notebooks, of which one runs."""
+    """A project of notebooks, of which one runs."""
     root = tmp_path_factory.mktemp("project")
     (root / "notebooks").mkdir()
     (root / "book").mkdir()
@@ -61,6 +69,8 @@ def project(tmp_path_factory) -> Path:
     write_notebook(root, "refuses", "from ga_utils.errors import TaskError\nraise TaskError('Two is one too many.')")
     write_notebook(root, "breaks", "x = {}\nx['missing']")
     write_notebook(root, "dies", "import os\nos._exit(3)", None)
+    write_notebook(root, "leaves", "import sys\nsys.exit(0)")
+    write_notebook(root, "leaves_early", "1 + 1", "n = 1\nimport sys\nsys.exit(0)")
     return root
 
 
@@ -78,7 +88,7 @@ def runs(project, tmp_path_factory) -> dict[str, runner.NotebookRun]:
         patch.delenv("VIRTUAL_ENV", raising=False)
         patch.delenv("GA_STORE", raising=False)
         found = run_notebooks(["good"], models="smollm2-135m-hub", sets=given, project_root=project)
-        found += run_notebooks(["refuses", "breaks", "dies"], project_root=project)
+        found += run_notebooks(["refuses", "breaks", "dies", "leaves", "leaves_early"], project_root=project)
     return {r.name: r for r in found}
 
 
@@ -87,6 +97,7 @@ def test_a_notebook_runs_with_its_parameters_on_this_interpreter(project, runs):
     assert runs["good"].path == project / "book" / "executed" / "good.ipynb"
     (record,) = Store(project / "results").find("seen")
     assert record.values == {
+        "command": "ga run good --models smollm2-135m-hub --set rate=1e-05 --set label=7",
         "python": sys.executable,
         "cwd": str(project),
         "rate": 1e-05,  # a number, where YAML would read a text
@@ -118,6 +129,38 @@ def test_other_errors_are_their_last_line_and_a_place(project, runs):
 def test_a_kernel_that_dies_is_an_error(project, runs):
     assert "DeadKernelError" in runs["dies"].error
     assert (project / "results" / "dies.failed.ipynb").exists()
+
+
+def test_a_notebook_that_leaves_half_way_is_an_error(project, runs):
+    early = runs["leaves_early"]
+    assert early.error.startswith("The run ended early: cell 2 raised SystemExit. The full account is in ")
+    assert early.path == project / "results" / "leaves_early.failed.ipynb" and early.path.exists()
+    assert runs["leaves"].error.startswith("The run ended early: cell 3 raised SystemExit.")
+
+
+def test_a_page_is_whole_when_every_cell_with_code_was_run(tmp_path):
+    def said(**changes) -> str | None:
+        cells = [nbformat.v4.new_code_cell("1", execution_count=1), nbformat.v4.new_code_cell(" \n")]
+        cells += [nbformat.v4.new_markdown_cell("x"), nbformat.v4.new_code_cell(**{"source": "2", **changes})]
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "x.ipynb")
+        return executed.why_not_whole(tmp_path / "x.ipynb")
+
+    error = nbformat.v4.new_output("error", ename="KeyError", evalue="1")
+    assert said(execution_count=2) is None
+    assert said() == "The run ended early: cell 4 and those after it were not run."
+    assert said(metadata={"tags": ["skip-execution"]}) is None
+    assert said(execution_count=2, outputs=[error]) == "The run ended early: cell 4 raised KeyError."
+    assert said(execution_count=2, outputs=[error], metadata={"tags": ["raises-exception"]}) is None
+
+
+def test_a_damaged_notebook_leaves_the_log_to_say_what_happened(tmp_path):
+    path = tmp_path / "x.ipynb"
+    for damage in ('{"cells": [', "[]", '{"cells": [{"outputs": [{}]}]}', '{"cells": [3]}'):
+        path.write_text(damage)
+        assert executed.error_of(path, "a line\nMemoryError: much\n\n", path).startswith("MemoryError: much. The full")
+        assert executed.why_not_whole(path).startswith("The executed notebook cannot be read")
+    path.write_bytes(b"\xff")
+    assert executed.error_of(path, "", path).startswith("it ended without a word")
 
 
 def test_only_whole_notebooks_are_published(project, runs):
@@ -158,7 +201,7 @@ def no_kernel(monkeypatch):
     ("names", "models", "sets", "words"),
     [
         (["god"], None, [], r"no notebook 'god' in .*: did you mean good\?"),
-        (["quux"], None, [], r"there are breaks, dies, good, refuses\."),
+        (["quux"], None, [], r"there are breaks, dies, good, leaves, leaves_early, refuses\."),
         (["good", "nope"], None, [], "no notebook 'nope'"),
         (
             ["good"],
@@ -181,7 +224,12 @@ def no_kernel(monkeypatch):
         (["good"], None, ["rate=NaN"], "rate .* a number such as 0.5, not 'NaN'"),
         (["good"], None, ["quick=1"], "true or false such as false"),
         (["good"], None, ["pairs=3"], r"a JSON list such as \[1, 2\], not '3'"),
-        (["good"], None, ['pairs=["a"]'], "a JSON list"),
+        (["good"], None, ['pairs=["a"]'], r"is a JSON list such as \[1, 2\]: its item \"a\" is not a whole number\.$"),
+        (["good"], None, ["pairs=[5,2.5]"], r"such as \[1, 2\]: its item 2.5 is not a whole number\.$"),
+        (["good"], None, ["pairs=[[1]]"], r"its item \[1\] is not a whole number"),
+        (["good"], None, ["models=[]"], "No model was named"),
+        (["good"], "", [], "No model was named"),
+        (["good"], "./nowhere", [], "no folder './nowhere'"),
         (["good"], None, ["n"], "KEY=VALUE"),
         (["good"], None, ["n=1", "n=2"], "names 'n' twice"),
         (["good"], "zamba2-7", [], "did you mean zamba2-7b"),
@@ -200,6 +248,29 @@ def test_a_store_that_cannot_be_written_is_refused_before_any_kernel_starts(proj
         run_notebooks(["good"], store=tmp_path / "file" / "results", project_root=project)
     with pytest.raises(GAError, match="Executed notebooks cannot be written"):
         run_notebooks(["good"], store=tmp_path / "s", out=tmp_path / "file" / "x", project_root=project)
+    file = re.escape(str(tmp_path / "file"))
+    with pytest.raises(StoreError, match=f"to {file}: {file} is a file, not a folder"):
+        run_notebooks(["good"], store=tmp_path / "file", project_root=project)
+    with pytest.raises(GAError, match=f"to {file}: {file} is a file, not a folder"):
+        run_notebooks(["good"], store=tmp_path / "s", out=tmp_path / "file", project_root=project)
+    with pytest.raises(GAError, match="Executed notebooks cannot be written to /proc/self: "):  # it is there already
+        run_notebooks(["good"], store=tmp_path / "s", out="/proc/self", project_root=project)
+    (tmp_path / "out" / "good.ipynb").mkdir(parents=True)
+    with pytest.raises(GAError, match="is a folder, not a file"):
+        run_notebooks(["good"], store=tmp_path / "s", out=tmp_path / "out", project_root=project)
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["good.ipynb"]
+
+
+def test_a_disk_that_fills_up_is_one_sentence_for_each_notebook(project, tmp_path, monkeypatch):
+    def full(path, made_from, name):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    partial = tmp_path / "out" / f".good.{os.getpid()}.ipynb"
+    monkeypatch.setattr(runner, "_papermill", lambda *_: (partial.mkdir(), (0, ""))[1])  # nor can it be cleared away
+    monkeypatch.setattr(runner, "why_not_whole", lambda path: None)
+    monkeypatch.setattr(runner, "stamp", full)
+    (run,) = run_notebooks(["good"], store=tmp_path / "s", out=tmp_path / "out", project_root=project)
+    assert "page not be written: [Errno 28] No space left" in run.error and partial.exists()
 
 
 def test_missing_packages_are_refused_before_any_kernel_starts(project, no_kernel, tmp_path, monkeypatch):
@@ -232,6 +303,91 @@ def test_a_broken_notebook_is_refused(tmp_path, no_kernel):
     write_notebook(tmp_path, "torn", "def x(:")
     with pytest.raises(GAError, match="not Python"):
         run_notebooks(None, project_root=tmp_path)
+    write_notebook(tmp_path, "torn", "x = 1", "n = = 1")
+    with pytest.raises(GAError, match="A code cell of the notebook torn is not Python"):
+        run_notebooks(None, project_root=tmp_path)
+    (tmp_path / "notebooks" / "torn.ipynb").write_text('{"cells": [{"cell_type": "code", "source": 3, "metadata": 3}]}')
+    with pytest.raises(GAError, match=r"torn.ipynb is not a notebook"):
+        run_notebooks(None, project_root=tmp_path)
+
+
+def test_a_folder_is_meant_as_its_caller_sees_it(project, tmp_path, monkeypatch):
+    (tmp_path / "relm" / "llama").mkdir(parents=True)
+    (tmp_path / "smollm2-135m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    folder, seen = str(tmp_path / "relm" / "llama"), []
+    monkeypatch.setattr(runner, "_run", lambda root, n, values, *_: seen.append(values) or pytest.fail("enough"))
+    given = {"models": "relm/llama,smollm2-135m,./relm/../relm/llama,org/name"}, {"sets": ['models=["relm/llama"]']}
+    for arguments in given:
+        with pytest.raises(pytest.fail.Exception):
+            run_notebooks(["good"], store=tmp_path / "s", out=tmp_path / "o", project_root=project, **arguments)
+    assert seen == [{"models": [folder, "smollm2-135m", folder, "org/name"]}, {"models": [folder]}]
+
+
+def test_a_notebooks_own_folder_is_meant_as_the_project_sees_it(tmp_path, monkeypatch):
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "tiny").mkdir()
+    write_notebook(tmp_path, "own", "x = 1", "model = './tiny'\nother_models = []")
+    monkeypatch.chdir(tmp_path / "notebooks")
+    notebook = read_notebook(tmp_path, "own")
+    assert notebooks.parameters(notebook, {}) == {}
+    assert notebooks.parameters(notebook, {"model": "../tiny"}) == {"model": str(tmp_path / "tiny")}
+    assert notebooks.parameters(notebook, {"other_models": "[]"}) == {"other_models": []}
+    with pytest.raises(GAError, match=r"no folder './tiny'"):
+        notebooks.parameters(notebook, {"model": "./tiny"})
+    with pytest.raises(GAError, match="other_models of the notebook own is a list of names of models"):
+        notebooks.parameters(notebook, {"other_models": "[3]"})
+
+
+def test_the_command_of_a_page_reads_back_as_what_was_asked(project, tmp_path, monkeypatch):
+    (tmp_path / "my model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    notebook = read_notebook(project, "good")
+    asked = {"models": ["my model", "zamba2-7b"], "label": "it's 7", "pairs": "[5, 6]", "quick": "true"}
+    values = notebooks.parameters(notebook, asked)
+    words = shlex.split(notebooks.command_for(notebook, values))
+    assert words[:5] == ["ga", "run", "good", "--models", f"{tmp_path / 'my model'},zamba2-7b"]
+    assert words[5::2] == ["--set"] * 3
+    again = notebooks.parameters(notebook, {"models": words[4].split(","), **parse_settings(words[6::2])})
+    assert again == values
+    for label in ('"quoted"', "7", "null"):
+        command = notebooks.command_for(notebook, {"label": label})
+        assert notebooks.parameters(notebook, parse_settings(shlex.split(command)[4:])) == {"label": label}
+    assert notebooks.command_for(notebook, {}) == "ga run good"
+
+
+FOREVER = """
+import os, time
+open("pids", "w").write(f"{os.getpid()} {os.getppid()} .")
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot tie a child's life to its parent's")
+def test_nothing_goes_on_when_the_run_is_killed(tmp_path):
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "_config.yml").write_text(CONFIG)
+    write_notebook(tmp_path, "forever", FOREVER)
+    code = "from ga_utils.runner import run_notebooks; run_notebooks(['forever'])"
+    environment = dict(os.environ, PYTHONPATH=str(notebooks.PACKAGE_FOLDER.parent))
+    environment.pop("GA_STORE", None)
+
+    def wait_for(happened):
+        for _ in range(600):
+            if happened():
+                return
+            time.sleep(0.1)
+        pytest.fail("it did not happen in a minute")
+
+    def ended(process):
+        return not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+
+    pids = tmp_path / "pids"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment) as process:
+        wait_for(lambda: pids.exists() and pids.read_text().endswith("."))
+        process.send_signal(signal.SIGKILL)
+    for child in map(int, pids.read_text().split()[:2]):
+        wait_for(lambda child=child: ended(child))
 
 
 def test_parameters_go_to_the_notebooks_that_take_them_when_all_are_run(project, monkeypatch, capsys):
