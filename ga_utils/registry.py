@@ -20,7 +20,7 @@ from typing import Any
 
 from .errors import GAError
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+$")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 _OTHERWISE = "another model is given by its Hugging Face id (ORG/NAME) or by a folder that holds it"
 
 
