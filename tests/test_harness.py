@@ -38,7 +38,10 @@ def run(lm, kind: str, batch_size: int) -> list:
 
     wrapped = HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, batch_size=batch_size, device="cpu")
     out = lm_eval.simple_evaluate(
-        wrapped, tasks=[a_task(kind, QUESTIONS)], log_samples=True, bootstrap_iters=0,
+        wrapped,
+        tasks=[a_task(kind, QUESTIONS)],
+        log_samples=True,
+        bootstrap_iters=0,
         task_manager=TaskManager(include_defaults=False),  # reading its own 14,000 task files takes seconds
     )
     samples = sorted(next(iter(out["samples"].values())), key=lambda s: s["doc_id"])
