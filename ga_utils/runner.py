@@ -272,6 +272,8 @@ def _kernel_environment(store: Store, command: str) -> Iterator[dict[str, str]]:
         (spec / "kernel.json").write_text(text, encoding="utf-8")
         environment = dict(os.environ, GA_STORE=str(store.root.resolve()), GA_COMMAND=command)
         # a page is no place for tqdm's wish for a widget library, and the warning shows this machine's paths
+        # threads that spin while they wait halve the speed and worse as soon as another process wants a core
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         environment["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), _IGNORED]))
         environment["JUPYTER_PATH"] = _prepend(folder, os.environ.get("JUPYTER_PATH"))
         if "site-packages" not in PACKAGE_FOLDER.parts:
