@@ -1,0 +1,1 @@
+"""Which models are shipped inside the package? The embedded panel: tiny, trained, of the paper's architectures."""
