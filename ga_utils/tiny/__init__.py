@@ -1,1 +1,2 @@
-"""Which models are shipped inside the package? The embedded panel: tiny, trained, of the paper's architectures."""
+"""Which models are shipped inside the package? The embedded panel: tiny, trained, of the paper's
+architectures."""

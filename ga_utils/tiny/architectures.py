@@ -19,7 +19,9 @@ from ga_utils.errors import ModelError
 from ga_utils.tiny.language import VOCABULARY
 
 WIDTH, HEADS, HEAD_WIDTH = 64, 4, 32
-_COMMON = dict(vocab_size=len(VOCABULARY), hidden_size=WIDTH, pad_token_id=0, bos_token_id=None, eos_token_id=None)
+_COMMON = dict(
+    vocab_size=len(VOCABULARY), hidden_size=WIDTH, pad_token_id=0, bos_token_id=None, eos_token_id=None
+)
 
 
 def tiny_llama(seed: int, layers: int = 6) -> LlamaForCausalLM:
@@ -27,11 +29,19 @@ def tiny_llama(seed: int, layers: int = 6) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            **_COMMON, intermediate_size=2 * WIDTH, num_hidden_layers=layers, num_attention_heads=HEADS,
-            num_key_value_heads=HEADS, head_dim=HEAD_WIDTH, max_position_embeddings=256, rope_theta=1000.0,
-            rms_norm_eps=1e-5, tie_word_embeddings=False, initializer_range=0.06,
+            **_COMMON,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=layers,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            head_dim=HEAD_WIDTH,
+            max_position_embeddings=256,
+            rope_theta=1000.0,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=False,
+            initializer_range=0.06,
         )
-    )  # fmt: skip
+    )
 
 
 def tiny_zamba2(seed: int) -> Zamba2ForCausalLM:
@@ -42,13 +52,27 @@ def tiny_zamba2(seed: int) -> Zamba2ForCausalLM:
     torch.manual_seed(seed)
     model = Zamba2ForCausalLM(
         Zamba2Config(
-            **_COMMON, num_hidden_layers=5, layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "mamba"],
-            hybrid_layer_ids=[1, 3], num_mem_blocks=1, mamba_d_state=16, mamba_expand=2, n_mamba_heads=4, mamba_ngroups=1,
-            chunk_size=16, num_attention_heads=HEADS, num_key_value_heads=HEADS, intermediate_size=2 * WIDTH,
-            use_mem_rope=True, rope_theta=1000.0, adapter_rank=8, max_position_embeddings=256, tie_word_embeddings=True,
+            **_COMMON,
+            num_hidden_layers=5,
+            layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "mamba"],
+            hybrid_layer_ids=[1, 3],
+            num_mem_blocks=1,
+            mamba_d_state=16,
+            mamba_expand=2,
+            n_mamba_heads=4,
+            mamba_ngroups=1,
+            chunk_size=16,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            intermediate_size=2 * WIDTH,
+            use_mem_rope=True,
+            rope_theta=1000.0,
+            adapter_rank=8,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
             initializer_range=0.06,
         )
-    )  # fmt: skip
+    )
     with torch.no_grad():
         for module in model.modules():
             if hasattr(module, "dt_bias") and hasattr(module, "A_log"):
@@ -62,14 +86,20 @@ def tiny_falcon_mamba(seed: int, layers: int = 4) -> FalconMambaForCausalLM:
     torch.manual_seed(seed)
     return FalconMambaForCausalLM(
         FalconMambaConfig(
-            **_COMMON, num_hidden_layers=layers, state_size=8, expand=2, conv_kernel=4, tie_word_embeddings=False,
+            **_COMMON,
+            num_hidden_layers=layers,
+            state_size=8,
+            expand=2,
+            conv_kernel=4,
+            tie_word_embeddings=False,
             initializer_range=0.06,
         )
-    )  # fmt: skip
+    )
 
 
 def _long_memories(dt_bias: torch.Tensor, shortest: float = 1e-3, longest: float = 1e-1) -> None:
-    """Steps spread evenly in their logarithm: transformers' start of 1 forgets everything within a token or two."""
+    """Steps spread evenly in their logarithm: transformers' start of 1 forgets everything within a token or
+    two."""
     steps = torch.logspace(math.log10(shortest), math.log10(longest), dt_bias.numel(), dtype=torch.float64)
     dt_bias.copy_(torch.log(torch.expm1(steps)).to(dt_bias))
 
@@ -80,7 +110,8 @@ def shared_blocks(model: Zamba2ForCausalLM) -> list[nn.Module]:
 
 
 def require_shared(model: Zamba2ForCausalLM) -> None:
-    """Raise ModelError unless the attention and MLP weights of all depths are the same tensors (the adapters are not)."""
+    """Raise ModelError unless the attention and MLP weights of all depths are the same tensors (the
+    adapters are not)."""
     blocks = [dict(b.named_parameters(remove_duplicate=False)) for b in shared_blocks(model)]
     names = [n for n in blocks[0] if "adapter" not in n]
     apart = [n for n in names if any(b[n] is not blocks[0][n] for b in blocks[1:])]

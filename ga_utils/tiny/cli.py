@@ -12,7 +12,9 @@ app = typer.Typer(help="The embedded models: train them anew, or show their scor
 
 @app.command()
 def train(
-    name: Annotated[str, typer.Argument(help="tiny-llama, tiny-llamba-unaligned, tiny-llamba, tiny-zamba2, ...")],
+    name: Annotated[
+        str, typer.Argument(help="tiny-llama, tiny-llamba-unaligned, tiny-llamba, tiny-zamba2, ...")
+    ],
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the lessons.")] = 0,
     out: Annotated[Path, typer.Option(help="Where models and checkpoints go.")] = Path("results/tiny"),
     n_test: Annotated[int, typer.Option(help="Fresh examples a task for the final scores.")] = 1000,
@@ -22,12 +24,16 @@ def train(
     from ga_utils.tiny.recipes import train as make
 
     body = make(name, seed, out, not quiet, n_test)
-    typer.echo(f"{out / f'{name}-seed{seed}'}: {body['parameters']:,} parameters, {body['cpu_seconds']} CPU seconds")
+    typer.echo(
+        f"{out / f'{name}-seed{seed}'}: {body['parameters']:,} parameters, {body['cpu_seconds']} CPU seconds"
+    )
     _show(body)
 
 
 @app.command()
-def scores(name: Annotated[str, typer.Argument(help="A shipped model; all of them by default.")] = "") -> None:
+def scores(
+    name: Annotated[str, typer.Argument(help="A shipped model; all of them by default.")] = "",
+) -> None:
     """The shipped models' scores on fresh examples, with standard errors, from their training records."""
     from ga_utils.tiny.shipping import record, shipped
 
@@ -40,6 +46,7 @@ def scores(name: Annotated[str, typer.Argument(help="A shipped model; all of the
 def _show(body: dict) -> None:
     for task, s in body["scores"].items():
         typer.echo(
-            f"  {task:<24} {s['accuracy']:.3f} ± {s['stderr']:.3f}   exact {s['exact']:.3f}   chance {s['chance']:.3f}   "
+            f"  {task:<24} {s['accuracy']:.3f} ± {s['stderr']:.3f}   exact {s['exact']:.3f}   "
+            f"chance {s['chance']:.3f}   "
             f"n {s['n']}"
         )

@@ -1,14 +1,18 @@
-"""How is an attention teacher turned into a Llamba student? In the stages of MOHAWK, which the Llamba models use too.
+"""How is an attention teacher turned into a Llamba student? In the stages of MOHAWK, which the Llamba
+models use too.
 
-    matrix orientation       each student head's mixer matrix, (C B^T) * decay, is fitted to the attention matrix of the
+    matrix orientation       each student head's mixer matrix, (C B^T) * decay, is fitted to the attention
+    matrix of the
                              teacher's head of the same layer and number
     hidden-state alignment   each mixer's output, then each block's output, is fitted to the teacher's on the
                              *teacher's* input of that layer: the layers are trained apart, no error travels
-    end to end               the whole student is fitted to the teacher's next-word distributions and to the answers
+    end to end               the whole student is fitted to the teacher's next-word distributions and to the
+    answers
 
-Weight transfer comes first here: embeddings, norms, MLPs and the language-model head are the teacher's, and the student
-has as many heads of the same width, so that one layer or one head can be grafted. After hidden-state alignment the
-student is called *unaligned*: its layers do what the teacher's do, one by one, but were never trained together.
+Weight transfer comes first here: embeddings, norms, MLPs and the language-model head are the teacher's, and
+the student has as many heads of the same width, so that one layer or one head can be grafted. After
+hidden-state alignment the student is called *unaligned*: its layers do what the teacher's do, one by one,
+but were never trained together.
 """
 
 from __future__ import annotations
@@ -31,15 +35,24 @@ def student_of(teacher: LlamaForCausalLM, d_state: int = 32) -> LlambaForCausalL
     c = teacher.config
     student = LlambaForCausalLM(
         LlambaConfig(
-            vocab_size=c.vocab_size, d_model=c.hidden_size, n_layer=c.num_hidden_layers, tie_embeddings=False,
-            pad_vocab_size_multiple=1, norm_epsilon=c.rms_norm_eps, initializer_range=0.08, pad_token_id=c.pad_token_id,
+            vocab_size=c.vocab_size,
+            d_model=c.hidden_size,
+            n_layer=c.num_hidden_layers,
+            tie_embeddings=False,
+            pad_vocab_size_multiple=1,
+            norm_epsilon=c.rms_norm_eps,
+            initializer_range=0.08,
+            pad_token_id=c.pad_token_id,
             mlp_cfg={"intermediate_size": c.intermediate_size},
             ssm_cfg={
-                "d_state": d_state, "n_v_heads": c.num_attention_heads, "n_qk_heads": c.num_attention_heads,
-                "expand": c.num_attention_heads * c.head_dim // c.hidden_size, "chunk_size": 64,
+                "d_state": d_state,
+                "n_v_heads": c.num_attention_heads,
+                "n_qk_heads": c.num_attention_heads,
+                "expand": c.num_attention_heads * c.head_dim // c.hidden_size,
+                "chunk_size": 64,
             },
         )
-    )  # fmt: skip
+    )
     student.backbone.embedding.load_state_dict(teacher.model.embed_tokens.state_dict())
     student.backbone.final_layernorm.load_state_dict(teacher.model.norm.state_dict())
     student.lm_head.load_state_dict(teacher.lm_head.state_dict())
@@ -60,7 +73,8 @@ def student_of(teacher: LlamaForCausalLM, d_state: int = 32) -> LlambaForCausalL
 
 
 class _Watch:
-    """What the teacher's layers saw and gave in its last forward: inputs, mixer outputs, attention, block outputs."""
+    """What the teacher's layers saw and gave in its last forward: inputs, mixer outputs, attention, block
+    outputs."""
 
     def __init__(self, teacher: LlamaForCausalLM):
         self.teacher = teacher
@@ -79,7 +93,9 @@ class _Watch:
         self.mixed, self.attention = [], []
         states: list[Tensor] = []
         handles = [
-            layer.register_forward_pre_hook(lambda m, a, k: states.append(a[0] if a else k["hidden_states"]), with_kwargs=True)
+            layer.register_forward_pre_hook(
+                lambda m, a, k: states.append(a[0] if a else k["hidden_states"]), with_kwargs=True
+            )
             for layer in self.teacher.model.layers
         ]
         handles.append(self.teacher.model.norm.register_forward_pre_hook(lambda m, a: states.append(a[0])))

@@ -1,7 +1,8 @@
 """How is Falcon-Mamba trained on a CPU in minutes? With a scan whose backward pass is written by hand.
 
-transformers' loop over tokens leaves autograd hundreds of small steps. Here the loop runs in place over one tensor, and
-the gradient is the same recurrence backwards. Used in training alone: measurements run transformers' own code.
+transformers' loop over tokens leaves autograd hundreds of small steps. Here the loop runs in place over one
+tensor, and the gradient is the same recurrence backwards. Used in training alone: measurements run
+transformers' own code.
 """
 
 from __future__ import annotations
@@ -37,12 +38,22 @@ class _Recurrence(torch.autograd.Function):
 
 
 def scan(
-    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
-    delta_bias: Tensor | None = None, delta_softplus: bool = False, return_last_state: bool = False, **_: object,
-):  # fmt: skip
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: object,
+):
     """Mamba-1's scan with the arguments of transformers' `mamba_selective_scan`.
 
-    hidden_states, dt, z [b, c, t]; A [c, n]; B, C [b, n, t]; D, delta_bias [c] -> y [b, c, t] (and the last state).
+    hidden_states, dt, z [b, c, t]; A [c, n]; B, C [b, n, t]; D, delta_bias [c] -> y [b, c, t] (and the last
+    state).
     """
     if delta_bias is not None:
         dt = dt + delta_bias.to(dt.dtype)[:, None]

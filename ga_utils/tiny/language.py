@@ -1,15 +1,17 @@
 """Which language do the embedded models speak?
 
-A synthetic language in which knowledge and retrieval can be told apart. It has 181 words, one token each, written with
-spaces between them, and 96 facts: every entity has a name of five syllables.
+A synthetic language in which knowledge and retrieval can be told apart. It has 181 words, one token each,
+written with spaces between them, and 96 facts: every entity has a name of five syllables.
 
-    fact Ban is lo ki ge ma du      Ban's name. It stands nowhere in a prompt: it can only come from the weights.
+    fact Ban is lo ki ge ma du      Ban's name. It stands nowhere in a prompt: it can only come from the
+    weights.
 
-A name is ``start m m m end``. The three middle syllables belong to the category (8 categories of 12 entities), so they
-tell no two options of one category apart. ``start`` and ``end`` come from a 4 x 4 grid of the category's own symbols, of
-which 12 cells are taken: each start and each end occurs in three names of the category, so neither alone
-identifies one. From the newline after a name, ``start`` lies five tokens back, out of reach of one convolution of
-width 4 (two stacked ones do reach it: claims of gathering need a convolution-off ablation as well).
+A name is ``start m m m end``. The three middle syllables belong to the category (8 categories of 12
+entities), so they tell no two options of one category apart. ``start`` and ``end`` come from a 4 x 4 grid
+of the category's own symbols, of which 12 cells are taken: each start and each end occurs in three names of
+the category, so neither alone identifies one. From the newline after a name, ``start`` lies five tokens
+back, out of reach of one convolution of width 4 (two stacked ones do reach it: claims of gathering need a
+convolution-off ablation as well).
 
 The five tasks on it are in `questions.py`, what models are trained on in `lessons.py`.
 """
@@ -25,7 +27,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 PAD, NEWLINE = "<pad>", "\n"
-MARKS = ("options", "ask", "match", "pairs", "value", "fact", "is", "who", "list", "repeat")
+MARKS = ("options", "ask", "match", "pairs", "value", "fact", "is", "list", "repeat")
 LETTERS = ("A", "B", "C", "D", "E")
 SYLLABLES = tuple(c + v for c in "bdgklmnr" for v in "aeio")
 ENTITIES = tuple(c + v for c in "BDFGHJKLMNPRSTVZ" for v in ("an", "el", "ix", "or", "um", "ys"))
@@ -40,7 +42,8 @@ _FREE = {(i, i) for i in range(GRID)}
 
 
 def draw(rng: random.Random, pool: Sequence, k: int) -> list:
-    """k distinct items of pool. Uses rng.random() alone, the part of Python's generator that is promised to stay."""
+    """k distinct items of pool. Uses rng.random() alone, the part of Python's generator that is promised to
+    stay."""
     pool = list(pool)
     for i in range(k):
         j = i + int(rng.random() * (len(pool) - i))
@@ -108,5 +111,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
         [pre_tokenizers.Split(Regex("\n"), "isolated"), pre_tokenizers.Split(" ", "removed")]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tok, pad_token=PAD, unk_token="<unk>", model_max_length=512, clean_up_tokenization_spaces=False
+        tokenizer_object=tok,
+        pad_token=PAD,
+        unk_token="<unk>",
+        model_max_length=512,
+        clean_up_tokenization_spaces=False,
     )

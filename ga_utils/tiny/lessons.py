@@ -1,8 +1,9 @@
 """What do the embedded models read while they learn?
 
-One sequence a lesson, in the forms of `questions.py` but with several questions under one list, and a helper: a list
-of syllables that is repeated, from which induction is learned first. Each batch depends on the seed, the stage
-and the number of the step alone, so a training that was cut off continues with the batches it would have had.
+One sequence a lesson, in the forms of `questions.py` but with several questions under one list, and a
+helper: a list of syllables that is repeated, from which induction is learned first. Each batch depends on
+the seed, the stage and the number of the step alone, so a training that was cut off continues with the
+batches it would have had.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch import Tensor
 from ga_utils.tiny.language import LETTERS, NUMBERS, SYLLABLES, draw, pick, token_ids, world
 from ga_utils.tiny.questions import option_entities, pair_keys
 
-KINDS = ("cloze", "kv", "naming", "repeat", "letter", "copy-letter", "letters")
+KINDS = ("cloze", "kv", "long-keys", "repeat", "letter", "copy-letter", "letters", "easy letters")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """ids [b, t], right-padded; answers [b, t]: True where the *next* token is an answer; other [b, t]: True where it is
-    any other token of the sequence."""
+    """ids [b, t], right-padded; answers [b, t]: True where the *next* token is an answer; other [b, t]:
+    True where it is any other token of the sequence."""
 
     ids: Tensor
     answers: Tensor
@@ -51,12 +52,23 @@ def _pairs(rng: random.Random, most: int) -> tuple[list[str], list[bool]]:
     return words, marks
 
 
-def _naming(rng: random.Random) -> tuple[list[str], list[bool]]:
-    """Facts backwards: the newline after a name is followed by the entity."""
-    w, words, marks = world(), [], []
-    for entity in draw(rng, w.entities, 6):
-        words += ["who", *w.names[entity], "\n", entity, "\n"]
-        marks += [False] * 7 + [True, False]
+def _long_keys(rng: random.Random) -> tuple[list[str], list[bool]]:
+    """Pairs whose keys are built like names: every start and every end occurs in at least two keys of the
+    list."""
+    wide = pick(rng, 2, 3)
+    symbols = draw(rng, SYLLABLES, 3 + 2 + wide)
+    middle, starts, ends = symbols[:3], symbols[3:5], symbols[5:]
+    cells = draw(rng, [(a, b) for a in starts for b in ends], 2 * wide)
+    if rng.random() < 0.5:
+        cells = [(b, a) for a, b in cells]
+    values = draw(rng, NUMBERS, len(cells))
+    words = ["pairs", "\n"]
+    for (a, b), value in zip(cells, values, strict=True):
+        words += [a, *middle, b, value, "\n"]
+    marks = [False] * len(words)
+    for i in draw(rng, range(len(cells)), 3):
+        words += ["value", cells[i][0], *middle, cells[i][1], values[i], "\n"]
+        marks += [False] * 6 + [True, False]
     return words, marks
 
 
@@ -66,12 +78,13 @@ def _repeat(rng: random.Random) -> tuple[list[str], list[bool]]:
     return ["list", *said, "repeat", *said], [False] * (len(said) + 2) + [False] + [True] * (len(said) - 1)
 
 
-def _options(rng: random.Random, written_out: float) -> tuple[list[str], list[bool]]:
-    """A list of 2 to 5 options and three questions; `written_out` is the share of questions that write the name out."""
+def _options(rng: random.Random, written_out: float, near: bool = True) -> tuple[list[str], list[bool]]:
+    """A list of 2 to 5 options and three questions; `written_out` is the share of questions that write the
+    name out."""
     w = world()
     n = pick(rng, 2, 5)
     entity = draw(rng, w.entities, 1)[0]
-    luck = rng.random()
+    luck = rng.random() if near else 0.7 + 0.3 * rng.random()
     if luck < 0.3:  # only the start tells these apart
         others = draw(rng, w.sharing(entity, False, True), min(n - 1, 2))
     elif luck < 0.5:  # only the end does
@@ -89,7 +102,7 @@ def _options(rng: random.Random, written_out: float) -> tuple[list[str], list[bo
     marks = [False] * len(words)
     asked = draw(rng, range(len(shown)), min(len(shown), 3))
     for i in asked:
-        question = ["match", *w.names[shown[i]], "\n"] if rng.random() < written_out else ["ask", shown[i]]
+        question = ["match", *w.names[shown[i]]] if rng.random() < written_out else ["ask", shown[i]]
         words += [*question, LETTERS[i], "\n"]
         marks += [False] * len(question) + [True, False]
     return words, marks
@@ -101,15 +114,18 @@ def lesson(kind: str, rng: random.Random, most_pairs: int = 8) -> tuple[list[str
         return _facts(rng)
     if kind == "kv":
         return _pairs(rng, most_pairs)
-    if kind == "naming":
-        return _naming(rng)
+    if kind == "long-keys":
+        return _long_keys(rng)
     if kind == "repeat":
         return _repeat(rng)
+    if kind == "easy letters":
+        return _options(rng, 0.5, near=False)
     return _options(rng, {"letter": 0.0, "copy-letter": 1.0, "letters": 0.5}[kind])
 
 
 def batch(mixture: Mapping[str, float], size: int, seed: str) -> Batch:
-    """`size` lessons, kinds drawn in proportion to the mixture. One batch in five has up to 16 pairs in its lists."""
+    """`size` lessons, kinds drawn in proportion to the mixture. One batch in five has up to 16 pairs in its
+    lists."""
     rng = random.Random(seed)
     kinds, total = [k for k, share in mixture.items() if share > 0], sum(mixture.values())
     most = 16 if rng.random() < 0.2 else 8

@@ -9,8 +9,7 @@
                       ask Ban                     -> " A"
     copy-letter   the name written out: retrieval without knowledge
                       (same options)
-                      match lo ki ge ma du
-                                                  -> "A"
+                      match lo ki ge ma du        -> " A"
     kv            1 to 16 pairs of a key of two syllables and a number
                       pairs
                       da mo 17
@@ -18,11 +17,13 @@
                       value da ke                 -> " 4"
     cloze         a fact in words, after 0 to 3 other facts
                       fact Ban is                 -> " lo ki ge ma du"
-    knowledge     the same prompt, likelihood choice among four names of the category, no letters: the knowledge score
+    knowledge     the same prompt, likelihood choice among four names of the category, no letters: the
+    knowledge score
 
-Lines end in a newline, that of copy-letter's question too; the answer comes right after the question. Options of letter
-and copy-letter are of one category. `segments` of each example hold the span of every option's or pair's
-line (newline included) and of its name or number; the last token of the line is where a Gather head writes.
+Lines end in a newline, questions do not: the answer comes right after the last word of the question.
+Options of letter and copy-letter are of one category. `segments` of each example hold the span of every
+option's or pair's line (newline included) and of its name or number; the last token of the line is where a
+Gather head writes.
 
 Examples depend on the seed and on their own number alone: the first 50 of 200 are the 50 of a shorter task.
 """
@@ -59,8 +60,8 @@ def pair_keys(rng: random.Random, n: int) -> list[tuple[str, str]]:
 def option_entities(rng: random.Random, w: World, entity: str, n: int, rule: str = "drawn") -> list[str]:
     """n - 1 other entities of the category of `entity`.
 
-    rule: "drawn" takes any; "share-start" exactly one whose name has the same start (and none with the same end),
-    "share-end" the reverse, "share-both" one of each.
+    rule: "drawn" takes any; "share-start" exactly one whose name has the same start (and none with the same
+    end), "share-end" the reverse, "share-both" one of each.
     """
     if rule == "drawn":
         return draw(rng, w.siblings(entity), n - 1)
@@ -91,8 +92,8 @@ def _choice(rng: random.Random, w: World, n: int, rule: str, written_out: bool) 
     options = draw(rng, options, n - 1)
     options.insert(right, entity)
     text, segments = options_block(w, options, right)
-    question = f"match {_text(w.names[entity])}\n" if written_out else f"ask {entity}"
-    candidates = LETTERS[:n] if written_out else tuple(f" {x}" for x in LETTERS[:n])
+    question = f"match {_text(w.names[entity])}" if written_out else f"ask {entity}"
+    candidates = tuple(f" {x}" for x in LETTERS[:n])
     return Example(text + question, candidates, right, segments, {"entity": entity})
 
 
@@ -106,7 +107,9 @@ def _kv(rng: random.Random, n: int) -> Example:
         segments.append(Segment((start, start + len(line)), (at, at + len(value)), i == right))
         text += line
     candidates = tuple(f" {v}" for v in values)
-    return Example(text + f"value {_text(keys[right])}", candidates, right, tuple(segments), {"key": _text(keys[right])})
+    return Example(
+        text + f"value {_text(keys[right])}", candidates, right, tuple(segments), {"key": _text(keys[right])}
+    )
 
 
 def _cloze(rng: random.Random, w: World, n_names: int) -> Example:
@@ -118,7 +121,9 @@ def _cloze(rng: random.Random, w: World, n_names: int) -> Example:
     return Example(prompt, tuple(" " + _text(w.names[e]) for e in names), right, (), {"entity": entity})
 
 
-def _task(name: str, n_examples: int, seed: int, make: Callable[[random.Random], Example], **settings) -> Task:
+def _task(
+    name: str, n_examples: int, seed: int, make: Callable[[random.Random], Example], **settings
+) -> Task:
     if n_examples < 1:
         raise TaskError(f"n_examples={n_examples} must be 1 or more.")
     stream = " ".join(f"{k}={v}" for k, v in sorted(settings.items()))
@@ -132,25 +137,35 @@ def _check_options(n_options: int, rule: str) -> None:
         raise TaskError(f"options={rule!r} is unknown: use one of {', '.join(OPTION_RULES)}.")
     low = 2 if rule == "drawn" else 3
     if not low <= n_options <= len(LETTERS):
-        raise TaskError(f"n_options={n_options} must lie between {low} and {len(LETTERS)} for options={rule!r}.")
+        raise TaskError(
+            f"n_options={n_options} must lie between {low} and {len(LETTERS)} for options={rule!r}."
+        )
 
 
 def letter_task(n_examples: int, seed: int, n_options: int = 4, options: str = "drawn") -> Task:
     """Multiple choice by letter that needs a stored fact. Chance 1 / n_options."""
     _check_options(n_options, options)
     return _task(
-        "tiny-letter", n_examples, seed, lambda r: _choice(r, world(), n_options, options, False),
-        n_options=n_options, options=options,
-    )  # fmt: skip
+        "tiny-letter",
+        n_examples,
+        seed,
+        lambda r: _choice(r, world(), n_options, options, False),
+        n_options=n_options,
+        options=options,
+    )
 
 
 def copy_letter_task(n_examples: int, seed: int, n_options: int = 4, options: str = "drawn") -> Task:
     """Multiple choice by letter with the name written out: needs no fact. Chance 1 / n_options."""
     _check_options(n_options, options)
     return _task(
-        "tiny-copy-letter", n_examples, seed, lambda r: _choice(r, world(), n_options, options, True),
-        n_options=n_options, options=options,
-    )  # fmt: skip
+        "tiny-copy-letter",
+        n_examples,
+        seed,
+        lambda r: _choice(r, world(), n_options, options, True),
+        n_options=n_options,
+        options=options,
+    )
 
 
 def kv_task(n_pairs: int, n_examples: int, seed: int) -> Task:
@@ -161,13 +176,15 @@ def kv_task(n_pairs: int, n_examples: int, seed: int) -> Task:
 
 
 def cloze_task(n_examples: int, seed: int) -> Task:
-    """Facts in words among the 12 names of the category (chance 1/12); `Scores.full_vocab_accuracy` is the exact
+    """Facts in words among the 12 names of the category (chance 1/12); `Scores.full_vocab_accuracy` is the
+    exact
     cloze: all five syllables by greedy choice over the whole vocabulary."""
     return _task("tiny-cloze", n_examples, seed, lambda r: _cloze(r, world(), 12))
 
 
 def knowledge_task(n_examples: int, seed: int) -> Task:
-    """The knowledge score: likelihood choice among four names of the category, without letters. Chance 1/4."""
+    """The knowledge score: likelihood choice among four names of the category, without letters. Chance
+    1/4."""
     return _task("tiny-knowledge", n_examples, seed, lambda r: _cloze(r, world(), 4))
 
 
@@ -176,10 +193,10 @@ SHORTCUT_CEILING = 0.5
 
 
 def shortcut_tasks(kind: str, n_examples: int, seed: int) -> dict[str, Task]:
-    """The one-symbol shortcut check of "letter" or "copy-letter": among four options exactly one other shares the start
-    (or the end) of the right name. A model that compares only that symbol scores at most one half on that check; one
-    that has learned the task scores well on both. The wrong symbol alone still scores well on the other check,
-    so both are needed."""
+    """The one-symbol shortcut check of "letter" or "copy-letter": among four options exactly one other
+    shares the start (or the end) of the right name. A model that compares only that symbol scores at most
+    one half on that check; one that has learned the task scores well on both. The wrong symbol alone still
+    scores well on the other check, so both are needed."""
     tasks = {"letter": letter_task, "copy-letter": copy_letter_task}
     if kind not in tasks:
         raise TaskError(f"kind={kind!r} has no shortcut check: use 'letter' or 'copy-letter'.")

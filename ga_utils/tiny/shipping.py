@@ -1,5 +1,5 @@
-"""What leaves a training? A folder that `ga_utils.models.load` reads, weights in 16 bit, with a record of how it was
-made and what it can do.
+"""What leaves a training? A folder that `ga_utils.models.load` reads, weights in 16 bit, with a record of
+how it was made and what it can do.
 
 Scores are measured on the folder as it was written, so the rounding to 16 bit is part of them.
 """
@@ -63,20 +63,26 @@ def test_tasks(n: int = 1000, seed: int = TEST_SEED) -> dict[str, Task]:
 
 
 def final_scores(lm: LanguageModel, n: int = 1000, seed: int = TEST_SEED) -> dict[str, dict]:
-    """task -> accuracy among the candidates, by greedy choice over all words ("exact"), standard error, chance, n."""
+    """task -> accuracy among the candidates, by greedy choice over all words ("exact"), standard error,
+    chance, n."""
     found = {}
     for name, task in test_tasks(n, seed).items():
         s = score(lm, task)
         found[name] = {
-            "accuracy": s.accuracy, "stderr": s.stderr, "exact": s.full_vocab_accuracy, "chance": s.chance, "n": s.n,
-        }  # fmt: skip
+            "accuracy": s.accuracy,
+            "stderr": s.stderr,
+            "exact": s.full_vocab_accuracy,
+            "chance": s.chance,
+            "n": s.n,
+        }
     return found
 
 
 def write(
     model: torch.nn.Module, run: Run, out: Path, name: str, recipe: Mapping, n_test: int = 1000
 ) -> dict:
-    """Write the model to the folder `out` and score it there; returns the record, which lies beside the weights."""
+    """Write the model to the folder `out` and score it there; returns the record, which lies beside the
+    weights."""
     model.eval()
     probe = batch({"cloze": 1, "kv": 1, "letters": 2}, 64, f"probe {TEST_SEED}")
     with torch.no_grad():

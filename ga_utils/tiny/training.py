@@ -1,11 +1,12 @@
 """How is an embedded model trained? By stages that end when the model can do what the stage teaches.
 
-Retrieval is learned in jumps after long plateaus, at a step that depends on the seed, so a fixed number of steps would
-be too short for one seed and wasted on another. A stage ends when its scores on fresh lessons reach its goals twice in
-a row, or at its longest.
+Retrieval is learned in jumps after long plateaus, at a step that depends on the seed, so a fixed number of
+steps would be too short for one seed and wasted on another. A stage ends when its scores on fresh lessons
+reach its goals twice in a row, or at its longest.
 
-Checkpoints hold weights and optimiser state as safetensors and the rest as JSON. Batches depend on seed, stage and step
-alone, so a training that was killed continues from its last checkpoint with the numbers it would have had.
+Checkpoints hold weights and optimiser state as safetensors and the rest as JSON. Batches depend on seed,
+stage and step alone, so a training that was killed continues from its last checkpoint with the numbers it
+would have had.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ CHECK_EVERY = 50
 class Stage:
     """One part of a recipe.
 
-    mixture: kind of lesson -> share. goals: kind -> share of answer words that must be right on fresh lessons.
-    most_steps: where the stage ends at the latest. lr: AdamW's learning rate; muon_lr: Muon's for the matrices inside the
-    layers, 0 for AdamW there too. decay: the rate falls to 0 over the stage, which then takes exactly most_steps.
+    mixture: kind of lesson -> share. goals: kind -> share of answer words that must be right on fresh
+    lessons.
+    most_steps: where the stage ends at the latest. lr: AdamW's learning rate; muon_lr: Muon's for the
+    matrices inside the layers, 0 for AdamW there too. decay: the rate falls to 0 over the stage, which then
+    takes exactly most_steps.
     """
 
     name: str
@@ -59,7 +62,9 @@ def answer_loss(logits: Tensor, lesson: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def answer_accuracy(model: nn.Module, kinds: Mapping[str, float], seed: str, size: int = 64) -> dict[str, float]:
+def answer_accuracy(
+    model: nn.Module, kinds: Mapping[str, float], seed: str, size: int = 64
+) -> dict[str, float]:
     """Share of answer words that greedy choice gets right on fresh lessons of each kind."""
     model.eval()
     found = {}
@@ -90,7 +95,8 @@ def make_optimisers(model: nn.Module, stage: Stage) -> list[torch.optim.Optimize
 class Run:
     """A training with its history, able to stop and go on.
 
-    history: rows of stage, step, loss and the scores at each check. `folder` holds the checkpoint; None keeps none.
+    history: rows of stage, step, loss and the scores at each check. `folder` holds the checkpoint; None
+    keeps none.
     """
 
     def __init__(self, model: nn.Module, seed: int, folder: Path | None = None, progress: bool = True):
@@ -112,13 +118,16 @@ class Run:
         if self._waiting is not None:
             if self._waiting["stage"] != stage.name:
                 raise GAError(
-                    f"The checkpoint in {self.folder} stopped in stage {self._waiting['stage']!r}, not {stage.name!r}: "
+                    f"The checkpoint in {self.folder} stopped in stage {self._waiting['stage']!r}, "
+                    f"not {stage.name!r}: "
                     "it is of another recipe. Delete the folder."
                 )
             start, met, mean = self._waiting["step"], self._waiting["met"], self._waiting["mean"]
             _restore(optimisers, load_file(self.folder / self._waiting["optimiser"]))
             self._waiting = None
-        bar = tqdm(total=stage.most_steps, initial=start, desc=stage.name, disable=not self.progress, mininterval=10)
+        bar = tqdm(
+            total=stage.most_steps, initial=start, desc=stage.name, disable=not self.progress, mininterval=10
+        )
         clock = time.process_time()
         for step in range(start, stage.most_steps):
             _set_rate(optimisers, stage, step)
@@ -137,7 +146,9 @@ class Run:
             bar.update()
             if (step + 1) % CHECK_EVERY == 0 or step + 1 == stage.most_steps:
                 clock, self.seconds = time.process_time(), self.seconds + time.process_time() - clock
-                scores = answer_accuracy(self.model, stage.goals or stage.mixture, f"{self.seed} {stage.name} {step}")
+                scores = answer_accuracy(
+                    self.model, stage.goals or stage.mixture, f"{self.seed} {stage.name} {step}"
+                )
                 self.history.append({"stage": stage.name, "step": step + 1, "loss": round(mean, 5), **scores})
                 bar.set_postfix({"loss": f"{mean:.3f}", **{k: f"{v:.2f}" for k, v in scores.items()}})
                 reached = bool(stage.goals) and all(scores[k] >= v for k, v in stage.goals.items())
@@ -159,7 +170,14 @@ class Run:
         if waiting is not None:
             save_file(_flat(optimisers), self.folder / optimiser)
             waiting = {**waiting, "optimiser": optimiser}
-        state = {"seed": self.seed, "seconds": self.seconds, "weights": weights, "done": self.done, "waiting": waiting, "history": self.history}
+        state = {
+            "seed": self.seed,
+            "seconds": self.seconds,
+            "weights": weights,
+            "done": self.done,
+            "waiting": waiting,
+            "history": self.history,
+        }
         part = self.folder / "state.json.part"
         part.write_text(json.dumps(state))
         os.replace(part, self.folder / "state.json")
@@ -168,13 +186,16 @@ class Run:
         state = json.loads((self.folder / "state.json").read_text())
         if state["seed"] != self.seed:
             raise GAError(
-                f"The checkpoint in {self.folder} is of seed {state['seed']}, not {self.seed}: delete the folder, or "
+                f"The checkpoint in {self.folder} is of seed {state['seed']}, not {self.seed}: "
+                "delete the folder, or "
                 "name another."
             )
         weights, mine = load_file(self.folder / state["weights"]), _own(self.model)
         if {n: v.shape for n, v in weights.items()} != {n: v.shape for n, v in mine.items()}:
             raise GAError(f"The checkpoint in {self.folder} is of another model: delete the folder.")
-        self.model.load_state_dict(weights, strict=False)  # a shared tensor is stored under its first name only
+        self.model.load_state_dict(
+            weights, strict=False
+        )  # a shared tensor is stored under its first name only
         self.done, self.history, self._waiting = state["done"], state["history"], state["waiting"]
         self.seconds = state["seconds"]
 
