@@ -1,4 +1,4 @@
-"""Are the shipped models what their records say, and do they read both ends of a name where they are said to?"""
+"""Are the shipped models what their records say, and do they read both ends of a name where they should?"""
 
 import math
 
@@ -54,7 +54,7 @@ def test_scores_on_other_questions_agree_with_the_record(name):
             ),
             0.99,
         )
-        error = math.sqrt(p * (1 - p) * (1 / N + 1 / said[task]["n"]))
+        error = math.sqrt(p * (1 - p) * (1 / N + 1 / n))
         assert abs(found.accuracy - said[task]["accuracy"]) < 3.3 * error, task
 
 
