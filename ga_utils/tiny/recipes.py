@@ -34,7 +34,7 @@ EASY = Stage(
     "easy letters",
     {"cloze": 0.1, "kv": 0.2, "easy letters": 0.6, "long-keys": 0.1},
     {"easy letters": 0.78},
-    most_steps=400,
+    most_steps=350,
     muon_lr=0.02,
     warmup=20,
 )
