@@ -44,11 +44,11 @@ SETTLE = Stage("settle", ALL, GOALS, most_steps=250, lr=2e-3, muon_lr=0.01, warm
 LLAMA = (FIRST, EASY, LETTERS, SETTLE)
 UNALIGNED = (
     Stage("matrix orientation", ALL, most_steps=60, muon_lr=0.02, batch_size=32, warmup=20),
-    Stage("hidden-state alignment of mixers", ALL, most_steps=250, muon_lr=0.02, batch_size=32, warmup=20),
+    Stage("hidden-state alignment of mixers", ALL, most_steps=150, muon_lr=0.02, batch_size=32, warmup=20),
     Stage(
         "hidden-state alignment of blocks",
         ALL,
-        most_steps=150,
+        most_steps=100,
         lr=1e-3,
         muon_lr=0.01,
         batch_size=32,
@@ -61,8 +61,8 @@ FITTED = {  # what each of them fits
     "hidden-state alignment of blocks": "blocks",
 }
 ALIGNED = (
-    Stage("end to end", ALL, GOALS, most_steps=600, lr=2e-3, muon_lr=0.01, batch_size=32, warmup=20),
-    Stage("settle", ALL, GOALS, most_steps=150, lr=2e-3, muon_lr=0.01, batch_size=32, warmup=1, decay=True),
+    Stage("end to end", ALL, GOALS, most_steps=300, lr=2e-3, muon_lr=0.01, batch_size=32, warmup=20),
+    Stage("settle", ALL, GOALS, most_steps=100, lr=2e-3, muon_lr=0.01, batch_size=32, warmup=1, decay=True),
 )
 ZAMBA2 = tuple(dataclasses.replace(s, batch_size=48) for s in LLAMA)
 FALCON_MAMBA = tuple(dataclasses.replace(s, batch_size=32) for s in LLAMA)
