@@ -61,8 +61,8 @@ FITTED = {  # what each of them fits
     "hidden-state alignment of blocks": "blocks",
 }
 ALIGNED = (
-    Stage("end to end", ALL, GOALS, most_steps=300, lr=2e-3, muon_lr=0.01, batch_size=32, warmup=20),
-    Stage("settle", ALL, GOALS, most_steps=100, lr=2e-3, muon_lr=0.01, batch_size=32, warmup=1, decay=True),
+    Stage("end to end", ALL, GOALS, most_steps=150, lr=2e-3, muon_lr=0.01, batch_size=32, warmup=20),
+    Stage("settle", ALL, GOALS, most_steps=50, lr=2e-3, muon_lr=0.01, batch_size=32, warmup=1, decay=True),
 )
 ZAMBA2 = tuple(dataclasses.replace(s, batch_size=48) for s in LLAMA)
 FALCON_MAMBA = tuple(dataclasses.replace(s, batch_size=32) for s in LLAMA)
