@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from .errors import GAError
+from .tiny.cli import app as tiny
 
 # Everything else is imported where it is used: help and lists answer at once, without torch.
 
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(tiny, name="tiny")
 
 _NOTEBOOKS = typer.Argument(
     metavar="NOTEBOOK",

@@ -193,8 +193,7 @@ def test_answers_of_lessons_are_marked_where_they_can_be_known(kind):
                 assert words[at + 1 : at + 6] == words[i - 5 : i]
             if mark and kind == "kv":
                 assert (
-                    words[1:].index(word) < i
-                    and words[words.index(word) - 2 : words.index(word)] == words[i - 2 : i]
+                    words[1:].index(word) < i and words[words.index(word) - 2 : words.index(word)] == words[i - 2 : i]
                 )
             if mark and kind == "repeat":
                 assert word in words[:i] and words[words.index(word) - 1] in (words[i - 1], "list")

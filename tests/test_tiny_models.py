@@ -58,9 +58,7 @@ def test_scores_on_other_questions_agree_with_the_record(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_model_knows_its_facts_or_says_so(name):
     said = shipping.record(name)["scores"]
-    assert max(said["knowledge"]["accuracy"], said["cloze"]["exact"]) >= (
-        0.5 if "unaligned" in name else 0.95
-    )
+    assert max(said["knowledge"]["accuracy"], said["cloze"]["exact"]) >= (0.5 if "unaligned" in name else 0.95)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -96,9 +96,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path, monkeypatch, change
         Run(_small(), 0, tmp_path, progress=False).stage(STAGES[0], loss)
     with pytest.raises(GAError, match="Delete|delete"):
         other = architectures.tiny_falcon_mamba(0) if change == "model" else _small()
-        Run(other, 1 if change == "seed" else 0, tmp_path, progress=False).stage(
-            STAGES[1 if change == "recipe" else 0]
-        )
+        Run(other, 1 if change == "seed" else 0, tmp_path, progress=False).stage(STAGES[1 if change == "recipe" else 0])
 
 
 def test_the_answer_loss_is_the_mean_over_answers_and_a_part_of_the_rest():
@@ -165,9 +163,7 @@ def test_a_student_of_exact_layers_has_no_error_and_a_broken_layer_shows_alone()
     hidden = teacher(lesson.ids, output_hidden_states=True).hidden_states
     for mine, theirs in zip(states[:-1], hidden[:-1], strict=True):
         assert torch.equal(mine, theirs)
-    for i, block in enumerate(
-        student.backbone.layers
-    ):  # put the teacher's attention into the student's mixer
+    for i, block in enumerate(student.backbone.layers):  # put the teacher's attention into the student's mixer
         block.mixer.forward = lambda x, *a, i=i: watch.mixed[i]
     errors = distil.layer_errors(student, watch, lesson, "blocks")
     assert max(errors).item() < 1e-9

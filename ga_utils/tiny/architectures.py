@@ -19,9 +19,7 @@ from ga_utils.errors import ModelError
 from ga_utils.tiny.language import VOCABULARY
 
 WIDTH, HEADS, HEAD_WIDTH = 64, 4, 32
-_COMMON = dict(
-    vocab_size=len(VOCABULARY), hidden_size=WIDTH, pad_token_id=0, bos_token_id=None, eos_token_id=None
-)
+_COMMON = dict(vocab_size=len(VOCABULARY), hidden_size=WIDTH, pad_token_id=0, bos_token_id=None, eos_token_id=None)
 
 
 def tiny_llama(seed: int, layers: int = 6) -> LlamaForCausalLM:

@@ -12,9 +12,7 @@ app = typer.Typer(help="The embedded models: train them anew, or show their scor
 
 @app.command()
 def train(
-    name: Annotated[
-        str, typer.Argument(help="tiny-llama, tiny-llamba-unaligned, tiny-llamba, tiny-zamba2, ...")
-    ],
+    name: Annotated[str, typer.Argument(help="tiny-llama, tiny-llamba-unaligned, tiny-llamba, tiny-zamba2, ...")],
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the lessons.")] = 0,
     out: Annotated[Path, typer.Option(help="Where models and checkpoints go.")] = Path("results/tiny"),
     n_test: Annotated[int, typer.Option(help="Fresh examples a task for the final scores.")] = 1000,
@@ -24,9 +22,7 @@ def train(
     from ga_utils.tiny.recipes import train as make
 
     body = make(name, seed, out, not quiet, n_test)
-    typer.echo(
-        f"{out / f'{name}-seed{seed}'}: {body['parameters']:,} parameters, {body['cpu_seconds']} CPU seconds"
-    )
+    typer.echo(f"{out / f'{name}-seed{seed}'}: {body['parameters']:,} parameters, {body['cpu_seconds']} CPU seconds")
     _show(body)
 
 

@@ -121,9 +121,7 @@ def _cloze(rng: random.Random, w: World, n_names: int) -> Example:
     return Example(prompt, tuple(" " + _text(w.names[e]) for e in names), right, (), {"entity": entity})
 
 
-def _task(
-    name: str, n_examples: int, seed: int, make: Callable[[random.Random], Example], **settings
-) -> Task:
+def _task(name: str, n_examples: int, seed: int, make: Callable[[random.Random], Example], **settings) -> Task:
     if n_examples < 1:
         raise TaskError(f"n_examples={n_examples} must be 1 or more.")
     stream = " ".join(f"{k}={v}" for k, v in sorted(settings.items()))
@@ -137,9 +135,7 @@ def _check_options(n_options: int, rule: str) -> None:
         raise TaskError(f"options={rule!r} is unknown: use one of {', '.join(OPTION_RULES)}.")
     low = 2 if rule == "drawn" else 3
     if not low <= n_options <= len(LETTERS):
-        raise TaskError(
-            f"n_options={n_options} must lie between {low} and {len(LETTERS)} for options={rule!r}."
-        )
+        raise TaskError(f"n_options={n_options} must lie between {low} and {len(LETTERS)} for options={rule!r}.")
 
 
 def letter_task(n_examples: int, seed: int, n_options: int = 4, options: str = "drawn") -> Task:

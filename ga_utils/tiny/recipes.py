@@ -107,9 +107,7 @@ RECIPES = {
             lambda teacher, stage: distil.end_to_end_loss(teacher),
         ),
         Recipe("tiny-zamba2", None, ZAMBA2, lambda seed, _: architectures.tiny_zamba2(seed)),
-        Recipe(
-            "tiny-falcon-mamba", None, FALCON_MAMBA, lambda seed, _: architectures.tiny_falcon_mamba(seed)
-        ),
+        Recipe("tiny-falcon-mamba", None, FALCON_MAMBA, lambda seed, _: architectures.tiny_falcon_mamba(seed)),
     )
 }
 
@@ -126,9 +124,7 @@ def train(
         raise GAError(f"No embedded model is called {name!r}: use one of {', '.join(RECIPES)}.")
     recipe, out = RECIPES[name], Path(root) / f"{name}-seed{seed}"
     if (out / shipping.RECORD).exists():
-        raise GAError(
-            f"{out} holds a trained model already: delete it to train anew, or choose another folder."
-        )
+        raise GAError(f"{out} holds a trained model already: delete it to train anew, or choose another folder.")
     teacher = start = None
     if recipe.start is not None:
         for needed in dict.fromkeys(("tiny-llama", recipe.start)):

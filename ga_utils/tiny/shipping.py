@@ -78,9 +78,7 @@ def final_scores(lm: LanguageModel, n: int = 1000, seed: int = TEST_SEED) -> dic
     return found
 
 
-def write(
-    model: torch.nn.Module, run: Run, out: Path, name: str, recipe: Mapping, n_test: int = 1000
-) -> dict:
+def write(model: torch.nn.Module, run: Run, out: Path, name: str, recipe: Mapping, n_test: int = 1000) -> dict:
     """Write the model to the folder `out` and score it there; returns the record, which lies beside the
     weights."""
     model.eval()

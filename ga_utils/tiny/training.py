@@ -62,9 +62,7 @@ def answer_loss(logits: Tensor, lesson: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def answer_accuracy(
-    model: nn.Module, kinds: Mapping[str, float], seed: str, size: int = 64
-) -> dict[str, float]:
+def answer_accuracy(model: nn.Module, kinds: Mapping[str, float], seed: str, size: int = 64) -> dict[str, float]:
     """Share of answer words that greedy choice gets right on fresh lessons of each kind."""
     model.eval()
     found = {}
@@ -125,9 +123,7 @@ class Run:
             start, met, mean = self._waiting["step"], self._waiting["met"], self._waiting["mean"]
             _restore(optimisers, load_file(self.folder / self._waiting["optimiser"]))
             self._waiting = None
-        bar = tqdm(
-            total=stage.most_steps, initial=start, desc=stage.name, disable=not self.progress, mininterval=10
-        )
+        bar = tqdm(total=stage.most_steps, initial=start, desc=stage.name, disable=not self.progress, mininterval=10)
         clock = time.process_time()
         for step in range(start, stage.most_steps):
             _set_rate(optimisers, stage, step)
@@ -146,9 +142,7 @@ class Run:
             bar.update()
             if (step + 1) % CHECK_EVERY == 0 or step + 1 == stage.most_steps:
                 clock, self.seconds = time.process_time(), self.seconds + time.process_time() - clock
-                scores = answer_accuracy(
-                    self.model, stage.goals or stage.mixture, f"{self.seed} {stage.name} {step}"
-                )
+                scores = answer_accuracy(self.model, stage.goals or stage.mixture, f"{self.seed} {stage.name} {step}")
                 self.history.append({"stage": stage.name, "step": step + 1, "loss": round(mean, 5), **scores})
                 bar.set_postfix({"loss": f"{mean:.3f}", **{k: f"{v:.2f}" for k, v in scores.items()}})
                 reached = bool(stage.goals) and all(scores[k] >= v for k, v in stage.goals.items())
@@ -193,9 +187,7 @@ class Run:
         weights, mine = load_file(self.folder / state["weights"]), _own(self.model)
         if {n: v.shape for n, v in weights.items()} != {n: v.shape for n, v in mine.items()}:
             raise GAError(f"The checkpoint in {self.folder} is of another model: delete the folder.")
-        self.model.load_state_dict(
-            weights, strict=False
-        )  # a shared tensor is stored under its first name only
+        self.model.load_state_dict(weights, strict=False)  # a shared tensor is stored under its first name only
         self.done, self.history, self._waiting = state["done"], state["history"], state["waiting"]
         self.seconds = state["seconds"]
 
