@@ -117,7 +117,9 @@ def test_a_failing_notebook_is_status_1_and_the_others_are_kept(project):
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_says_that_records_are_kept(project, stop):
     write_notebook(project, "slow", SLOW)
-    process = start(project, "run", "slow", start_new_session=True)
+    # a process in the background of a script inherits a deaf ear for SIGINT, and would pass it on
+    hear = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    process = start(project, "run", "slow", start_new_session=True, preexec_fn=hear)
     while not (project / "started").exists():
         assert process.poll() is None, process.communicate()
     if stop == signal.SIGINT:

@@ -21,8 +21,10 @@ def project(tmp_path_factory):
     root = tmp_path_factory.mktemp("project")
     shutil.copytree(ROOT / "book", root / "book", ignore=shutil.ignore_patterns("executed"))
     shutil.copy(ROOT / "_config.yml", root)
+    (root / "book" / "index.md").write_text("# A book of one page\n")
     (root / "book" / "_toc.yml").write_text(
         "format: jb-book\nroot: book/index\nchapters:\n  - file: book/executed/fig4_kv_retrieval\n"
+        "  - file: book/references\n"
     )
     (root / "notebooks").mkdir()
     shutil.copy(ROOT / "notebooks" / "fig4_kv_retrieval.ipynb", root / "notebooks")
