@@ -85,6 +85,7 @@ def test_a_killed_run_resumes_and_ends_with_the_same_bytes(project, tmp_path):
     assert process.wait(timeout=120) == 0, process.communicate()
     page = (project / "_build" / "html" / "book" / "executed" / "fig4_kv_retrieval.html").read_text()
     assert "image/svg+xml" in page or ".svg" in page  # the figure
-    for words in ("random minus found, points", "Claim C6", "weights\u2019 fingerprint", "L1H1, L2H0"):
+    for words in ("random minus found, points", "Claim C6", "fingerprint", "made again by", "L1H1, L2H0"):
         assert words in page, words
-    assert "Traceback" not in page and str(project) not in page
+    assert "Traceback (most recent" not in page
+    assert str(ROOT) not in page  # no path of this machine but that of the user's own model
