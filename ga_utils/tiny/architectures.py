@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import (
-    FalconMambaConfig,
-    FalconMambaForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Zamba2Config,
-    Zamba2ForCausalLM,
-)
 
 from ga_utils.errors import ModelError
 from ga_utils.tiny.language import VOCABULARY
+
+if TYPE_CHECKING:
+    # imported in the functions: a model's code binds CUDA kernels on import, and `load` must be able to hide them
+    from transformers import FalconMambaForCausalLM, LlamaForCausalLM, Zamba2ForCausalLM
 
 WIDTH, HEADS, HEAD_WIDTH = 64, 4, 32
 _COMMON = dict(vocab_size=len(VOCABULARY), hidden_size=WIDTH, pad_token_id=0, bos_token_id=None, eos_token_id=None)
@@ -24,6 +21,8 @@ _COMMON = dict(vocab_size=len(VOCABULARY), hidden_size=WIDTH, pad_token_id=0, bo
 
 def tiny_llama(seed: int, layers: int = 6) -> LlamaForCausalLM:
     """Llama: `layers` layers of 4 heads of width 32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -47,6 +46,8 @@ def tiny_zamba2(seed: int) -> Zamba2ForCausalLM:
 
     `tie_word_embeddings` stays True: transformers unties the shared block as well when it is switched off.
     """
+    from transformers import Zamba2Config, Zamba2ForCausalLM
+
     torch.manual_seed(seed)
     model = Zamba2ForCausalLM(
         Zamba2Config(
@@ -81,6 +82,8 @@ def tiny_zamba2(seed: int) -> Zamba2ForCausalLM:
 
 def tiny_falcon_mamba(seed: int, layers: int = 4) -> FalconMambaForCausalLM:
     """Falcon-Mamba: `layers` Mamba-1 layers of 128 channels with 8 states each."""
+    from transformers import FalconMambaConfig, FalconMambaForCausalLM
+
     torch.manual_seed(seed)
     return FalconMambaForCausalLM(
         FalconMambaConfig(
