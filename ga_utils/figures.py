@@ -56,7 +56,7 @@ def kv_curves(table: pd.DataFrame, labels: Mapping[str, str]) -> Figure:
         chance = here.groupby("pairs").chance.first()
         ax.plot(chance.index, chance, ":", color=COLOURS["chance"], lw=1.2)
         ends.append((float(chance.iloc[-1]), "guessing", "chance"))
-        _end_labels(ax, float(chance.index.max()), ends)
+        end_labels(ax, float(chance.index.max()), ends)
         ax.set(ylim=(-0.02, 1.02), ylabel="accuracy (candidates only)", title=model if len(models) > 1 else "")
         ax.set_xticks(sorted(set(here.pairs)))
     axes[-1].set_xlabel("key-value pairs in the prompt")
@@ -77,7 +77,7 @@ def _curve(ax: Axes, rows: pd.DataFrame, series: str) -> pd.Series:
     return mean
 
 
-def _end_labels(ax: Axes, x: float, ends: Sequence[tuple[float, str, str]]) -> None:
+def end_labels(ax: Axes, x: float, ends: Sequence[tuple[float, str, str]]) -> None:
     """Name each line at its right end, pushed apart so that no two labels overlap."""
     gap = 0.075
     ends = sorted(ends)
