@@ -14,16 +14,16 @@ from .stats import bootstrap
 FEW_CLAIM = "Retrieval sits in a few heads (the paper's central claim)."
 FEW_RULE = (
     "Removing fewer than 5% of all heads, the most important first, loses at least half of the score above chance, "
-    "while as many random heads cost under a tenth of it. Heads are ranked on other questions. With fewer than 100 heads "
-    "not testable: then 5% is fewer than five heads."
+    "while as many random heads cost under a tenth of it. Heads are ranked on other questions. With fewer than 100 "
+    "heads not testable: then 5% is fewer than five heads."
 )
 #: heads that a model must have for `FEW_RULE`
 FEWEST = 100
 SPREAD_CLAIM = "SSMs spread retrieval over many weak heads, Transformers do not."
 SPREAD_RULE = (
-    "Counted is the share of the mixers' output width that has to be removed, most important heads first, until half of "
-    "the score above chance is lost: the SSM's is at least twice the Transformer's. Point estimates on the measured grid "
-    "of head counts, so at most *partly*."
+    "Counted is the share of the mixers' output width that has to be removed, most important heads first, until half "
+    "of the score above chance is lost: the SSM's is at least twice the Transformer's. Point estimates on the measured "
+    "grid of head counts, so at most *partly*."
 )
 
 

@@ -1,4 +1,4 @@
-"""In how few heads does retrieval sit? Scores with the most important heads removed, or kept alone, against random ones.
+"""In how few heads does retrieval sit? Scores with the top heads removed, or kept alone, against random ones.
 
 Heads are ranked on one set of questions (see `roles`) and removed on another. The same curve answers two questions of
 the paper: how few heads carry retrieval (its central claim), and how much of the mixers' output has to go before half
@@ -63,7 +63,8 @@ class Curve:
         def add(series: str, size: int, draw: int, correct: np.ndarray) -> None:
             rows.append(
                 {
-                    "model": self.model, "series": series, "heads": size, "share": 100 * size / self.n_heads, "draw": draw,
+                    "model": self.model, "series": series, "heads": size, "share": 100 * size / self.n_heads,
+                    "draw": draw,
                     "accuracy": float(correct.mean()), "stderr": float(correct.std() / np.sqrt(len(correct))),
                     "chance": self.chance,
                 }
@@ -125,7 +126,7 @@ def measure(
     sizes = sizes_for(n) if sizes is None else sorted(sizes)
     if not sizes or sizes[0] < 1 or sizes[-1] > len(ranked) or sizes[-1] >= n:
         raise GAError(
-            f"sizes={list(sizes)} must lie between 1 and {min(len(ranked), n - 1)}: {len(ranked)} heads of {n} are ranked."
+            f"sizes={list(sizes)} must lie between 1 and {min(len(ranked), n - 1)}: {len(ranked)} heads are ranked."
         )
     keep = [k for k in keep if k <= len(ranked)]
     names = [("removed", k, 0, tuple(ranked[:k])) for k in sizes]
