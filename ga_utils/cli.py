@@ -1,17 +1,17 @@
-"""What can be asked for at the command line? ``ga`` models, check, run, build, book."""
+"""What can be asked for at the command line? ``ga`` models, check, heads, run, build, book, tiny."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import signal
 import sys
-from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
+from .console import interruptible, print_table
 from .errors import GAError
+from .heads_cli import heads
 from .tiny.cli import app as tiny
 
 # Everything else is imported where it is used: help and lists answer at once, without torch.
@@ -25,6 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(tiny, name="tiny")
+app.command()(heads)
 
 _NOTEBOOKS = typer.Argument(
     metavar="NOTEBOOK",
@@ -71,7 +72,7 @@ def models() -> None:
         gated = "yes" if spec.gated else "no"
         layers = str(spec.layers or "-")
         rows.append((spec.name, spec.title, spec.family, layers, params, size, gated, spec.available()))
-    _print_table(rows)
+    print_table(rows)
     print()
     for name, members in panels().items():
         print(f"panel:{name} = {', '.join(members)}")
@@ -95,11 +96,11 @@ def check(
     every = True
     for name in names:
         print(f"{name}:", flush=True)
-        with _interruptible():
+        with interruptible():
             report = self_check(load(name, check=False))
         rows = [dict(row) for row in report.rows]
         columns = list(dict.fromkeys(key for row in rows for key in row))
-        _print_table([tuple(c.upper() for c in columns)] + [tuple(_cell(r.get(c)) for c in columns) for r in rows])
+        print_table([tuple(c.upper() for c in columns)] + [tuple(_cell(r.get(c)) for c in columns) for r in rows])
         print("passed" if report.ok else "FAILED")
         every = every and report.ok
     if not every:
@@ -130,7 +131,7 @@ def build(allow_stale: Annotated[bool, _STALE] = False) -> None:
     """
     from .book import build_book
 
-    with _interruptible():
+    with interruptible():
         print(f"The book begins at {build_book(allow_stale=allow_stale)}")
 
 
@@ -143,14 +144,14 @@ def book(store: Annotated[str | None, _STORE] = None) -> None:
     from .book import build_book
 
     _run(None, "panel:embedded", None, store)
-    with _interruptible():
+    with interruptible():
         print(f"The book begins at {build_book()}")
 
 
 def _run(names: list[str] | None, models: str | None, sets: list[str] | None, store: str | None) -> None:
     from .runner import run_notebooks
 
-    with _interruptible():
+    with interruptible():
         failed = [r for r in run_notebooks(names, models, sets or (), store) if r.error is not None]
     for result in failed:
         print(f"ga: {result.name}: {result.error}", file=sys.stderr)
@@ -158,26 +159,8 @@ def _run(names: list[str] | None, models: str | None, sets: list[str] | None, st
         raise typer.Exit(1)
 
 
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        print(
-            "ga: stopped; finished records are kept, and the same command goes on from there.",
-            file=sys.stderr,
-        )
-        raise typer.Exit(130) from None
-
-
 def _cell(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else "" if value is None else str(value)
-
-
-def _print_table(rows: list[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _version() -> str:

@@ -75,11 +75,17 @@ def sweep_under(
     positions: str = "answer",
     scored: str = "answer",
     progress: bool = True,
+    heads: Sequence[Head] | None = None,
+    records: list[Record] | None = None,
 ) -> Sweep:
-    """The sweep over all heads of `lm` on `task`, kept as one record for each `SHARD` examples."""
+    """The sweep over `heads` (default: all) of `lm` on `task`, kept as one record for each `SHARD` examples.
+
+    The records are added to `records` where a list is given.
+    """
     from tqdm import tqdm
 
-    heads = tuple(lm.head_list())
+    every = heads is None
+    heads = tuple(lm.head_list() if heads is None else heads)
     parts: list[Sweep] = []
     starts = range(0, len(task.examples), SHARD)
     for start in tqdm(starts, desc=f"sweep of {len(heads)} heads", unit="shard", disable=not progress):
@@ -90,16 +96,19 @@ def sweep_under(
             "task": shard.key(),
             "positions": positions,
             "scored": scored,
+            "heads": "all" if every else [str(h) for h in heads],
             "code": _code("sweep"),
         }
         meta: dict[str, object] = {"model": lm.name, "source": lm.source, "revision": lm.revision}
 
         def run(shard=shard, meta=meta):
-            result = sweep_heads(lm, shard, positions=positions, scored=scored)
+            result = sweep_heads(lm, shard, None if every else heads, positions=positions, scored=scored)
             meta.update(calls=result.calls, tokens=result.tokens, shared=result.shared)
             return {"heads": [str(h) for h in result.heads], "shared": result.shared}, result.arrays()
 
         record = store.compute(key, run, meta)
+        if records is not None:
+            records.append(record)
         parts.append(
             Sweep(
                 heads,

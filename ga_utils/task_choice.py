@@ -27,6 +27,10 @@ class Asked:
     format: str = "terse"
     values: str = "10-99"
 
+    def said(self) -> str:
+        """The task in words, for captions."""
+        return f"key-value retrieval with {self.n_pairs} pairs" if self.kind == "kv" else f"{self.kind} questions"
+
     def task(self, lm: LanguageModel, n_examples: int, seed: int) -> Task:
         """The questions, drawn from `seed`. Raises `TaskError` for a kind that `lm` cannot be asked, or unknown."""
         if self.kind not in KINDS:
