@@ -139,11 +139,11 @@ def build(allow_stale: Annotated[bool, _STALE] = False) -> None:
 def book(store: Annotated[str | None, _STORE] = None) -> None:
     """Run all notebooks, then build the book.
 
-    The notebooks run on the models of panel:embedded, which need no GPU and no network.
+    Each notebook runs on its own models, which are embedded ones: they need no GPU and no network.
     """
     from .book import build_book
 
-    _run(None, "panel:embedded", None, store)
+    _run(None, None, None, store)
     with interruptible():
         print(f"The book begins at {build_book()}")
 

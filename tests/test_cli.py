@@ -147,7 +147,7 @@ def test_book_runs_the_embedded_panel_and_then_builds(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert not end.value.code
-    assert done == [(None, "panel:embedded", (), "s"), "built"]
+    assert done == [(None, None, (), "s"), "built"]
 
 
 class Report:
