@@ -5,6 +5,7 @@ The measurements are those of `head_rows`; the sentences here are made from thei
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -184,22 +185,24 @@ def show_heads(store: Store, lm: LanguageModel, settings: ViewSettings) -> list[
     """The heads to show of `lm`, each on the first question and over all; what is stored is not measured again."""
     settings.check(lm)
     task = settings.task(lm)
+    return [show_head(store, lm, task, head, how, chosen) for head, how, chosen in choose(store, lm, settings)]
+
+
+def show_head(
+    store: Store, lm: LanguageModel, task: Task, head: Head, how: str, records: Sequence[Record] = ()
+) -> Shown:
+    """One head on the first question of `task` and over all; `how` says why this one, `records` what that rests on."""
     example = task.examples[0]
-    found = []
-    for head, how, chosen in choose(store, lm, settings):
-        drawn = matrix_record(store, lm, example.prompt, head, with_d=False)
-        rows = last_rows(store, lm, task, head)
-        mass, right = rows.arrays["mass"], np.array([e.answer for e in task.examples])
-        right_share = mass[np.arange(len(mass)), right]
-        wrong_share = (mass.sum(1) - right_share) / (mass.shape[1] - 1)
-        found.append(
-            Shown(
-                lm.name, lm.title, lm.source, lm.revision, head, lm.site(head).kind, how, example, drawn.arrays["m"],
-                drawn.values["tokens"], value_spans(lm, example), last_token(lm, example), right_share, wrong_share,
-                rows.arrays["hit"], rows.arrays["negative"], [*chosen, drawn, rows],
-            )
-        )  # fmt: skip
-    return found
+    drawn = matrix_record(store, lm, example.prompt, head, with_d=False)
+    rows = last_rows(store, lm, task, head)
+    mass, right = rows.arrays["mass"], np.array([e.answer for e in task.examples])
+    right_share = mass[np.arange(len(mass)), right]
+    wrong_share = (mass.sum(1) - right_share) / (mass.shape[1] - 1)
+    return Shown(
+        lm.name, lm.title, lm.source, lm.revision, head, lm.site(head).kind, how, example, drawn.arrays["m"],
+        drawn.values["tokens"], value_spans(lm, example), last_token(lm, example), right_share, wrong_share,
+        rows.arrays["hit"], rows.arrays["negative"], [*records, drawn, rows],
+    )  # fmt: skip
 
 
 def choose(store: Store, lm: LanguageModel, settings: ViewSettings) -> list[tuple[Head, str, list[Record]]]:

@@ -14,11 +14,11 @@ COLUMNS = {
     "seeds": "SEEDS",
     "aggregate loss": "AGGREGATE",
     "aggregate se": "S.E.",
-    "aggregate mass": "MASS",
+    "right": "RIGHT",
     "gather loss": "GATHER",
     "gather se": "S.E.",
-    "gather exact": "EXACT",
-    "gather mass": "MASS",
+    "gather mass": "OWN",
+    "exact": "EXACT",
 }
 
 
@@ -43,8 +43,9 @@ def heads(
 
     Masks every head alone, looks where each one looks, and gives a verdict by a stated rule, on several sets of
     questions. AGGREGATE and GATHER are the nats of the right answer's log-probability that a head's mask costs at the
-    answer's positions, and everywhere else. All of it is recorded: a second call answers from the records, and so do
-    notebooks that are given heads=discover.
+    answer's positions, and everywhere else; RIGHT is how often a head's last row weighs the right segment most, OWN how
+    much a segment's end takes from its own segment. All of it is recorded: a second call answers from the records, and
+    so do notebooks that are given heads=discover.
     """
     from .discover import DiscoverSettings, discover
     from .errors import GAError

@@ -19,17 +19,17 @@ from .errors import TaskError
 from .heads import Head
 
 RULE = (
-    "A head is called *Aggregate* if masking it at the positions that predict the answer costs log-probability of"
-    " the right answer beyond doubt (one-sided, 5%, divided by the number of heads) and more than 95% of all "
-    "other heads' masks do, and if its last row's mass on the segments' ends or values exceeds that of 95% of all"
-    " other heads. It is called *Gather* if masking it everywhere else costs in the same way, and if the mass "
-    "from a segment's end or value to the rest of its own segment exceeds that of 95% of all other heads. Heads "
-    "that cost so much without the pattern *matter otherwise*. The rule is applied to each seed's questions "
-    "apart; a head has the role that it has on most of them. In a model of fewer than 40 heads this is a weak "
-    "test of patterns: one or two heads exceed 95% of the others whatever they do."
+    "A head matters if masking it costs more log-probability of the right answer than a random head does (the "
+    "median of all heads on the same question), beyond doubt: paired over questions, one-sided, 5% divided by the"
+    " number of heads. A head that matters at the positions that predict the answer is called *Aggregate* if the "
+    "segment that its last row weighs most is the right one more often than by chance, beyond doubt in the same "
+    "sense. One that matters at the other positions is called *Gather* if its rows at the segments' ends, or at "
+    "their values' ends, put at least half of their weight on the rest of the same segment. One that matters with"
+    " neither pattern *matters otherwise*. The rule is applied to the questions of all seeds together; beside it "
+    "stands on how many seeds apart the head gets the same role."
 )
-#: what share of all other heads a head must exceed
-ABOVE = 0.95
+#: share of a row's weight that a Gather head puts on its own segment at least
+OWN = 0.5
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,10 @@ class Evidence:
     """What was measured on the questions of one seed: h heads, n questions.
 
     aggregate, gather: [h, n] nats lost when the head is masked at the answer's positions, or everywhere else; exact
-    [h]: whether gather was measured with the head masked (else it is a first-order estimate). aggregate_mass [h]: mass
-    of the last row on the segments' ends or values (the larger of the two); gather_mass [h]: mass from a segment's end
-    or value to the rest of its own segment (the larger of the two).
+    [h]: whether both were measured with the head masked (else one is a first-order estimate). right [h]: how often the
+    segment that the last row weighs most is the right one; chance: how often it would be by guessing; aggregate_mass,
+    gather_mass [h]: mass of the last row on the segments' ends, and from a segment's end to the rest of its segment, at
+    the line's end or the value's, whichever is larger.
     """
 
     seed: int
@@ -47,12 +48,18 @@ class Evidence:
     aggregate: np.ndarray
     gather: np.ndarray
     exact: np.ndarray
+    right: np.ndarray
+    chance: float
     aggregate_mass: np.ndarray
     gather_mass: np.ndarray
 
 
+class AtChance(TaskError):
+    """The intact model does not do the task, so no head can be found by it."""
+
+
 def check_testable(correct: np.ndarray, chance: float, name: str, task: str) -> None:
-    """Raise `TaskError` if the model is not above chance on the task: ranking its heads would rank noise.
+    """Raise `AtChance` if the model is not above chance on the task: ranking its heads would rank noise.
 
     correct [n]: whether the intact model answered each question. The bound is one-sided, 5%, on the proportion.
     """
@@ -61,7 +68,7 @@ def check_testable(correct: np.ndarray, chance: float, name: str, task: str) -> 
         raise TaskError(f"{n} examples tell too little about heads: give 10 or more.")
     bound = chance + NormalDist().inv_cdf(1 - ALPHA) * np.sqrt(chance * (1 - chance) / n)
     if correct.mean() <= bound:
-        raise TaskError(
+        raise AtChance(
             f"{name} gets {100 * correct.mean():.0f}% of {n} questions of {task} right, guessing {100 * chance:.0f}%: "
             "it does not do this task (or too few questions were asked to tell), so no head can be found by it."
         )
@@ -73,35 +80,31 @@ def judge(evidence: Evidence) -> pd.DataFrame:
     table = pd.DataFrame({"head": [str(x) for x in evidence.heads], "layer": [x.layer for x in evidence.heads]})
     table["index"] = [x.index for x in evidence.heads]
     bound = NormalDist().inv_cdf(1 - ALPHA / h)
-    held = {}
+    matters = {}
     for role, loss, mass in (
         ("aggregate", evidence.aggregate, evidence.aggregate_mass),
         ("gather", evidence.gather, evidence.gather_mass),
     ):
-        mean, se = loss.mean(1), loss.std(axis=1, ddof=1) / np.sqrt(n)
-        z = mean / np.maximum(se, 1e-12)
-        table[f"{role} loss"], table[f"{role} se"], table[f"{role} mass"] = mean, se, mass
-        causes = (z > bound) & above_others(mean)
-        if role == "gather":
-            causes &= evidence.exact
-        held[role] = causes, causes & above_others(mass)
-    table["gather exact"] = evidence.exact
+        beyond = loss - np.median(loss, axis=0)  # what it costs more than a random head, question by question
+        table[f"{role} loss"], table[f"{role} se"], table[f"{role} mass"] = loss.mean(1), _errors(loss), mass
+        matters[role] = (beyond.mean(1) > bound * _errors(beyond)) & evidence.exact
+    table["right"] = evidence.right
+    table["exact"] = evidence.exact
+    spread = np.sqrt(evidence.chance * (1 - evidence.chance) / n)
+    aggregate = matters["aggregate"] & (evidence.right > evidence.chance + bound * spread)
+    gather = matters["gather"] & (evidence.gather_mass >= OWN)
     names = np.full(h, "", dtype=object)
-    names[held["aggregate"][0] | held["gather"][0]] = "matters otherwise"
-    names[held["gather"][1]] = "Gather"
-    names[held["aggregate"][1]] = "Aggregate"
-    names[held["gather"][1] & held["aggregate"][1]] = "Gather and Aggregate"
+    names[matters["aggregate"] | matters["gather"]] = "matters otherwise"
+    names[gather] = "Gather"
+    names[aggregate] = "Aggregate"
+    names[gather & aggregate] = "Gather and Aggregate"
     table["role"] = names
     return table
 
 
-def above_others(values: np.ndarray) -> np.ndarray:
-    """For each of [h] values, whether it exceeds `ABOVE` of all the others: under 21 heads, every other."""
-    values = np.asarray(values, float)
-    if len(values) < 2:
-        return np.ones(len(values), bool)
-    below = (values[None, :] < values[:, None]).sum(1)
-    return below >= ABOVE * (len(values) - 1)
+def _errors(values: np.ndarray) -> np.ndarray:
+    """Standard errors of the means over questions; values [h, n]."""
+    return values.std(axis=1, ddof=1) / np.sqrt(values.shape[1])
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class Roles:
     stability: dict[str, float]
 
     def heads(self, role: str, most: int = 8) -> list[str]:
-        """Names of the heads with this role ("aggregate" or "gather") on most seeds, strongest first.
+        """Names of the heads with this role ("aggregate" or "gather"), strongest first, at most `most`.
 
         Raises `TaskError` if there are none.
         """
@@ -122,37 +125,41 @@ class Roles:
             raise TaskError(f"role={role!r} is unknown: use 'aggregate' or 'gather'.")
         rows = self.table[self.table.role.str.contains(role.capitalize())]
         if rows.empty:
-            raise TaskError(f"No head of {self.model} is a {role.capitalize()} head by the rule on most seeds.")
+            raise TaskError(
+                f"By the rule no head of {self.model} is a {role.capitalize()} head: no mask of a single head costs "
+                "enough beyond doubt, or those that do look elsewhere."
+            )
         return list(rows.sort_values(f"{role} loss", ascending=False)["head"][:most])
 
 
-def combine(model: str, tables: dict[int, pd.DataFrame]) -> Roles:
-    """Put the seeds' verdicts together: mean effects, pooled errors, the role that most seeds agree on."""
-    frames = list(tables.values())
-    table = frames[0][["head", "layer", "index"]].copy()
-    for name in ("aggregate loss", "aggregate mass", "gather loss", "gather mass"):
-        table[name] = np.mean([f[name] for f in frames], axis=0)
-    for name in ("aggregate se", "gather se"):
-        table[name] = np.sqrt(np.sum([f[name] ** 2 for f in frames], axis=0)) / len(frames)
-    table["gather exact"] = np.all([f["gather exact"] for f in frames], axis=0)
-    votes = np.stack([f["role"] for f in frames], axis=1)
-    roles, shares = zip(*(_most(row) for row in votes), strict=True)
-    table["role"], table["seeds"] = roles, [f"{s} of {len(frames)}" for s in shares]
-    table["loss"] = table[["aggregate loss", "gather loss"]].max(axis=1)
-    table = table.sort_values("loss", ascending=False, ignore_index=True)
-    columns = "head layer index role seeds loss".split()
-    rest = [c for c in table.columns if c not in columns]
-    return Roles(model, tables, table[columns + rest], _stability(frames))
+def verdicts(model: str, seeds: Sequence[Evidence]) -> Roles:
+    """Apply `RULE` to the questions of all seeds together, and to each seed's apart for the count beside it."""
+    tables = {e.seed: judge(e) for e in seeds}
+    table = judge(_pooled(seeds))
+    same = np.stack([t["role"] for t in tables.values()], axis=1) == table["role"].to_numpy()[:, None]
+    table.insert(3, "seeds", [f"{k} of {len(seeds)}" for k in same.sum(1)])
+    table.insert(3, "role", table.pop("role"))
+    strongest = table[["aggregate loss", "gather loss"]].max(axis=1).sort_values(ascending=False, kind="stable")
+    return Roles(model, tables, table.loc[strongest.index].reset_index(drop=True), _stability(list(tables.values())))
 
 
-def _most(votes: Sequence[str]) -> tuple[str, int]:
-    """The role held on more than half of the seeds and on how many; none otherwise (the count is then of the head's
-    most frequent role)."""
-    counted = {v: list(votes).count(v) for v in votes}
-    role = max(counted, key=lambda v: (counted[v], v))
-    if 2 * counted[role] > len(votes):
-        return role, counted[role]
-    return "", max((c for v, c in counted.items() if v), default=0)
+def _pooled(seeds: Sequence[Evidence]) -> Evidence:
+    n = [e.aggregate.shape[1] for e in seeds]
+
+    def mean(name: str) -> np.ndarray:
+        return np.average([getattr(e, name) for e in seeds], axis=0, weights=n)
+
+    return Evidence(
+        seed=-1,
+        heads=seeds[0].heads,
+        aggregate=np.concatenate([e.aggregate for e in seeds], 1),
+        gather=np.concatenate([e.gather for e in seeds], 1),
+        exact=np.all([e.exact for e in seeds], axis=0),
+        right=mean("right"),
+        chance=float(mean("chance")),
+        aggregate_mass=mean("aggregate_mass"),
+        gather_mass=mean("gather_mass"),
+    )
 
 
 def _stability(frames: Sequence[pd.DataFrame]) -> dict[str, float]:
