@@ -126,7 +126,7 @@ class Roles:
         rows = self.table[self.table.role.str.contains(role.capitalize())]
         if rows.empty:
             raise TaskError(
-                f"By the rule no head of {self.model} is a {role.capitalize()} head: no mask of a single head costs "
+                f"By the rule no head of {self.model} is {'an Aggregate' if role == 'aggregate' else 'a Gather'} head: no mask of a single head costs "
                 "enough beyond doubt, or those that do look elsewhere."
             )
         return list(rows.sort_values(f"{role} loss", ascending=False)["head"][:most])
