@@ -125,9 +125,10 @@ class Roles:
             raise TaskError(f"role={role!r} is unknown: use 'aggregate' or 'gather'.")
         rows = self.table[self.table.role.str.contains(role.capitalize())]
         if rows.empty:
+            called = "an Aggregate" if role == "aggregate" else "a Gather"
             raise TaskError(
-                f"By the rule no head of {self.model} is {'an Aggregate' if role == 'aggregate' else 'a Gather'} head: no mask of a single head costs "
-                "enough beyond doubt, or those that do look elsewhere."
+                f"By the rule no head of {self.model} is {called} head: no mask of a single head costs enough beyond "
+                "doubt, or those that do look elsewhere."
             )
         return list(rows.sort_values(f"{role} loss", ascending=False)["head"][:most])
 
