@@ -80,8 +80,6 @@ class _Watch:
         self.teacher = teacher
         self.mixed: list[Tensor] = []
         self.attention: list[Tensor] = []
-        for layer in teacher.model.layers:
-            layer.self_attn.register_forward_hook(self._keep)
 
     def _keep(self, module: nn.Module, args: tuple, out: tuple) -> None:
         self.mixed.append(out[0])
@@ -99,6 +97,8 @@ class _Watch:
             for layer in self.teacher.model.layers
         ]
         handles.append(self.teacher.model.norm.register_forward_pre_hook(lambda m, a: states.append(a[0])))
+        # only for this forward: hooks that stay would go on collecting in every later stage
+        handles += [layer.self_attn.register_forward_hook(self._keep) for layer in self.teacher.model.layers]
         try:
             self.teacher(ids)
         finally:
