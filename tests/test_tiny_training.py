@@ -1,6 +1,8 @@
 """Does a training that was killed go on as if nothing had happened, and are the hand-written gradients
 right?"""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -198,6 +200,25 @@ def test_matrix_orientation_compares_the_students_own_matrix_with_the_attention(
                     total[b, h] += (m - watch.attention[1][b, h, t, s]) ** 2
                     weight[b, h] += watch.attention[1][b, h, t, s] ** 2
     assert torch.allclose(errors[1], (total / weight).mean(), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name, seed, called", [("tiny-llama", 0, "tiny-llama"), ("tiny-llamba", 2, "tiny-llamba-seed2")]
+)
+def test_a_model_is_shipped_under_its_recipe_and_seed(tmp_path, monkeypatch, name, seed, called):
+    monkeypatch.setattr(shipping, "WEIGHTS", tmp_path / "weights")
+    source = tmp_path / "trained"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="holds no trained model"):
+        recipes.ship(source)
+    for content in ("new", "newer"):  # the second replaces the first
+        (source / shipping.RECORD).write_text(json.dumps({"name": name, "seed": seed, "scores": content}))
+        assert recipes.ship(source) == shipping.folder(called)
+        assert shipping.record(called)["scores"] == content and shipping.shipped() == [called]
+    (source / shipping.RECORD).write_text(json.dumps({"name": "tiny-gpt", "seed": 0}))
+    with pytest.raises(ModelError, match="tiny-gpt"):
+        recipes.ship(source)
 
 
 @pytest.mark.slow

@@ -36,6 +36,10 @@ def scores(
     for one in [name] if name else shipped():
         body = record(one)
         typer.echo(f"\n{one} (seed {body['seed']}, {body['parameters']:,} parameters)")
+        if looks := body.get("pruning"):
+            pruned = ", ".join(head for look in looks for head in look["pruned"])
+            gather = looks[0]["gather"]["kept"] or "no one head"
+            typer.echo(f"  Aggregate: {looks[0]['kept']}; Gather: {gather}; pruned beside them: {pruned or 'none'}")
         _show(body)
 
 

@@ -23,6 +23,7 @@ from ga_utils.tiny.training import Run, Stage
 #: the shares of the later stages; long keys keep both ends of a key in use
 ALL = {"cloze": 0.08, "kv": 0.12, "letters": 0.6, "long-keys": 0.2}
 GOALS = {"cloze": 0.98, "kv": 0.9, "letter": 0.97, "copy-letter": 0.97}
+CONCENTRATED = {"cloze": 0.98, "kv": 0.93, "letter": 0.96, "copy-letter": 0.96}  # "settle" goes on from there
 FIRST = Stage(
     "facts and pairs",
     {"cloze": 0.15, "kv": 0.35, "repeat": 0.5},
@@ -42,6 +43,14 @@ LETTERS = Stage("letters", ALL, GOALS, most_steps=700, muon_lr=0.01, warmup=20)
 SETTLE = Stage("settle", ALL, GOALS, most_steps=250, lr=2e-3, muon_lr=0.01, warmup=1, decay=True)
 
 LLAMA = (FIRST, EASY, LETTERS, SETTLE)
+#: the teacher ends with one Aggregate head and one head in the layer that gathers: see `pruning.py`
+TEACHER = (
+    FIRST,
+    EASY,
+    LETTERS,
+    Stage("concentrate", ALL, CONCENTRATED, most_steps=300, muon_lr=0.01, warmup=20, one_head=True),
+    dataclasses.replace(SETTLE, most_steps=150, one_head=True),
+)
 UNALIGNED = (
     Stage("matrix orientation", ALL, most_steps=60, muon_lr=0.02, batch_size=32, warmup=20),
     Stage("hidden-state alignment of mixers", ALL, most_steps=150, muon_lr=0.02, batch_size=32, warmup=20),
@@ -61,8 +70,8 @@ FITTED = {  # what each of them fits
     "hidden-state alignment of blocks": "blocks",
 }
 ALIGNED = (
-    Stage("end to end", ALL, GOALS, most_steps=150, lr=2e-3, muon_lr=0.01, batch_size=32, warmup=20),
-    Stage("settle", ALL, GOALS, most_steps=50, lr=2e-3, muon_lr=0.01, batch_size=32, warmup=1, decay=True),
+    Stage("end to end", ALL, GOALS, most_steps=300, lr=2e-3, muon_lr=0.01, batch_size=32, warmup=20),
+    Stage("settle", ALL, GOALS, most_steps=100, lr=2e-3, muon_lr=0.01, batch_size=32, warmup=1, decay=True),
 )
 ZAMBA2 = tuple(dataclasses.replace(s, batch_size=48) for s in LLAMA)
 FALCON_MAMBA = tuple(dataclasses.replace(s, batch_size=32) for s in LLAMA)
@@ -91,7 +100,7 @@ def _student(seed: int, teacher: nn.Module) -> nn.Module:
 RECIPES = {
     r.name: r
     for r in (
-        Recipe("tiny-llama", None, LLAMA, lambda seed, _: architectures.tiny_llama(seed)),
+        Recipe("tiny-llama", None, TEACHER, lambda seed, _: architectures.tiny_llama(seed)),
         Recipe(
             "tiny-llamba-unaligned",
             "tiny-llama",
@@ -151,11 +160,18 @@ def train(
     return body
 
 
-def ship(name: str, folder: Path) -> Path:
-    """Copy a trained model from `folder` into the package under `name`; returns where it lies now."""
-    if name not in RECIPES:
-        raise ModelError(f"No embedded model is called {name!r}: use one of {', '.join(RECIPES)}.")
-    to = shipping.WEIGHTS / name
+def ship(folder: Path) -> Path:
+    """Copy a trained model from `folder` into the package; returns where it lies now.
+
+    Its name there is the recipe's, and "-seedN" behind it where the seed is not 0. Raises ModelError unless `folder`
+    holds a model with the record of one of the recipes.
+    """
+    if not (Path(folder) / shipping.RECORD).exists():
+        raise ModelError(f"{folder} holds no trained model: its {shipping.RECORD} is missing.")
+    body = shipping.read_record(folder)
+    if body.get("name") not in RECIPES:
+        raise ModelError(f"{folder} is of no recipe ({body.get('name')!r}): use one of {', '.join(RECIPES)}.")
+    to = shipping.WEIGHTS / shipping.shipped_name(body["name"], body["seed"])
     if to.exists():
         shutil.rmtree(to)
     return Path(shutil.copytree(folder, to))

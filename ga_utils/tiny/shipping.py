@@ -43,8 +43,23 @@ def shipped() -> list[str]:
 
 
 def record(name: str) -> dict:
-    """The training record of the shipped model: recipe, seed, versions, loss curve, scores with errors."""
-    return json.loads((folder(name) / RECORD).read_text(encoding="utf-8"))
+    """The training record of the shipped model.
+
+    Keys: name (the recipe's), seed, architecture, parameters, recipe, versions, cpu_seconds, pruning (what was measured
+    whenever heads were looked at for pruning, and which were pruned), rounding, history (loss curve), scores with
+    errors.
+    """
+    return read_record(folder(name))
+
+
+def read_record(folder: Path) -> dict:
+    """The training record in a folder that `write` wrote."""
+    return json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
+
+
+def shipped_name(name: str, seed: int) -> str:
+    """What the model of recipe `name` and `seed` is called in the package: seed 0 bears the plain name."""
+    return f"{name}-seed{seed}" if seed else name
 
 
 def test_tasks(n: int = 1000, seed: int = TEST_SEED) -> dict[str, Task]:
@@ -110,6 +125,7 @@ def write(model: torch.nn.Module, run: Run, out: Path, name: str, recipe: Mappin
         "recipe": dict(recipe),
         "versions": {p: importlib.metadata.version(p).split("+")[0] for p in ("torch", "transformers")},
         "cpu_seconds": round(run.seconds),
+        "pruning": run.pruning,
         "rounding": rounding,
         "history": run.history,
         "scores": final_scores(lm, n_test),

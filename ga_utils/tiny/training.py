@@ -25,11 +25,14 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ga_utils.errors import GAError
+from ga_utils.tiny import pruning
 from ga_utils.tiny.lessons import Batch, batch
 
 #: weight of the loss on words that are not answers; without it the plateaus are far longer
 OTHER_WORDS = 0.3
 CHECK_EVERY = 50
+#: of the questions on which heads are chosen for pruning; no test and no notebook draws from it
+PRUNING_SEED = 2_000_003
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Stage:
     lessons.
     most_steps: where the stage ends at the latest. lr: AdamW's learning rate; muon_lr: Muon's for the
     matrices inside the layers, 0 for AdamW there too. decay: the rate falls to 0 over the stage, which then
-    takes exactly most_steps.
+    takes exactly most_steps. one_head: all heads that aggregate but one are pruned at the start and at each check
+    (`pruning.py`), and the goals count only while masking that one takes retrieval away.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Stage:
     batch_size: int = 64
     warmup: int = 100
     decay: bool = False
+    one_head: bool = False
 
 
 def answer_loss(logits: Tensor, lesson: Batch) -> Tensor:
@@ -93,13 +98,15 @@ def make_optimisers(model: nn.Module, stage: Stage) -> list[torch.optim.Optimize
 class Run:
     """A training with its history, able to stop and go on.
 
-    history: rows of stage, step, loss and the scores at each check. `folder` holds the checkpoint; None
-    keeps none.
+    history: rows of stage, step, loss and the scores at each check. pruning: what was measured whenever heads were
+    looked at for pruning. `folder` holds the checkpoint; None keeps none.
     """
 
     def __init__(self, model: nn.Module, seed: int, folder: Path | None = None, progress: bool = True):
         self.model, self.seed, self.folder, self.progress = model, seed, folder, progress
         self.history: list[dict] = []
+        self.pruning: list[dict] = []
+        self._off: list[Tensor] = []
         self.done: list[str] = []
         self.seconds = 0.0  # CPU seconds of this and earlier sittings
         self._waiting: dict | None = None
@@ -123,8 +130,10 @@ class Run:
             start, met, mean = self._waiting["step"], self._waiting["met"], self._waiting["mean"]
             _restore(optimisers, load_file(self.folder / self._waiting["optimiser"]))
             self._waiting = None
-        bar = tqdm(total=stage.most_steps, initial=start, desc=stage.name, disable=not self.progress, mininterval=10)
         clock = time.process_time()
+        if stage.one_head and start == 0:
+            self.prune(stage.name, 0)
+        bar = tqdm(total=stage.most_steps, initial=start, desc=stage.name, disable=not self.progress, mininterval=10)
         for step in range(start, stage.most_steps):
             _set_rate(optimisers, stage, step)
             lesson = batch(stage.mixture, stage.batch_size, f"{self.seed} {stage.name} {step}")
@@ -138,6 +147,8 @@ class Run:
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             for o in optimisers:
                 o.step()
+            for weight in self._off:
+                weight.zero_()
             mean = value.item() if mean is None else 0.95 * mean + 0.05 * value.item()
             bar.update()
             if (step + 1) % CHECK_EVERY == 0 or step + 1 == stage.most_steps:
@@ -146,13 +157,42 @@ class Run:
                 self.history.append({"stage": stage.name, "step": step + 1, "loss": round(mean, 5), **scores})
                 bar.set_postfix({"loss": f"{mean:.3f}", **{k: f"{v:.2f}" for k, v in scores.items()}})
                 reached = bool(stage.goals) and all(scores[k] >= v for k, v in stage.goals.items())
+                if stage.one_head:
+                    reached &= self.prune(stage.name, step + 1, step + 1 < stage.most_steps)
                 met = met + 1 if reached else 0
                 if met >= 2 and not stage.decay:
                     break
                 self._save(optimisers, {"stage": stage.name, "step": step + 1, "met": met, "mean": mean})
         bar.close()
+        self.seconds += time.process_time() - clock
         self.done.append(stage.name)
         self._save([], None)
+
+    @property
+    def pruned(self) -> list[str]:
+        """The heads that were pruned, in order."""
+        return [head for look in self.pruning for head in look["pruned"]]
+
+    def prune(self, stage: str, step: int, act: bool = True) -> bool:
+        """Look for heads that aggregate, and prune all but one unless `act` is False; whether that one is alone.
+
+        The first time the layer that gathers is brought to one head too.
+        """
+        first, fresh = not self.pruning, PRUNING_SEED + 10_000 * self.seed + step
+        found = pruning.find(self.model, fresh, None if first else self.pruning[0]["kept"])
+        found["others"] = [head for head in found["others"] if head not in self.pruned]
+        self.pruning.append({"stage": stage, "step": step, **found, "pruned": found["others"] if act else []})
+        self._switch_off()
+        if first:
+            gather = self.pruning[0]["gather"] = pruning.find_gather(self.model, fresh, found["kept"])
+            self.pruning[0]["pruned"] = list(dict.fromkeys(found["others"] + gather["others"]))
+            self._switch_off()
+        return found["gone"] and not found["others"]
+
+    def _switch_off(self) -> None:
+        self._off = pruning.weights_of(self.model, self.pruned)
+        for weight in self._off:
+            weight.zero_()
 
     def _save(self, optimisers: list, waiting: dict | None) -> None:
         if self.folder is None:
@@ -171,6 +211,7 @@ class Run:
             "done": self.done,
             "waiting": waiting,
             "history": self.history,
+            "pruning": self.pruning,
         }
         part = self.folder / "state.json.part"
         part.write_text(json.dumps(state))
@@ -189,7 +230,8 @@ class Run:
             raise GAError(f"The checkpoint in {self.folder} is of another model: delete the folder.")
         self.model.load_state_dict(weights, strict=False)  # a shared tensor is stored under its first name only
         self.done, self.history, self._waiting = state["done"], state["history"], state["waiting"]
-        self.seconds = state["seconds"]
+        self.seconds, self.pruning = state["seconds"], state.get("pruning", [])
+        self._switch_off()
 
 
 def _own(model: nn.Module) -> dict[str, Tensor]:
