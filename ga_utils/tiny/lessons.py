@@ -18,7 +18,7 @@ from torch import Tensor
 from ga_utils.tiny.language import LETTERS, NUMBERS, SYLLABLES, draw, pick, token_ids, world
 from ga_utils.tiny.questions import option_entities, pair_keys
 
-KINDS = ("cloze", "kv", "long-keys", "repeat", "letter", "copy-letter", "letters", "easy letters")
+KINDS = ("cloze", "kv", "few pairs", "long-keys", "repeat", "letter", "copy-letter", "letters", "easy letters")
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,8 @@ def lesson(kind: str, rng: random.Random, most_pairs: int = 8) -> tuple[list[str
         return _facts(rng)
     if kind == "kv":
         return _pairs(rng, most_pairs)
+    if kind == "few pairs":
+        return _pairs(rng, 3)
     if kind == "long-keys":
         return _long_keys(rng)
     if kind == "repeat":
