@@ -18,6 +18,7 @@ from . import roles
 from .attribution import attribute
 from .codehash import code_hash
 from .errors import GAError
+from .heads import Head, parse_heads
 from .language_model import LanguageModel
 from .measure import check_fits, sweep_under
 from .patterns import measure_patterns
@@ -94,6 +95,27 @@ def discover(
         task = settings.asked.task(lm, settings.n_examples, seed)
         evidence.append(_evidence(store, lm, task, seed, settings, records, progress))
     return Discovery(roles.verdicts(lm.name, evidence), settings, chance, np.concatenate(intact), records)
+
+
+def check_seed(reported: int) -> None:
+    """Raise `GAError` if results are reported on a seed that heads="discover" finds heads on."""
+    seeds = list(DiscoverSettings().seeds)
+    if reported in seeds:
+        raise GAError(f"seed={reported} is among the seeds {seeds} that heads='discover' finds heads on: take another.")
+
+
+def discovered(
+    store: Store, lm: LanguageModel, asked: Asked, reported: int, role: str = "aggregate", progress: bool = True
+) -> tuple[tuple[Head, ...], Discovery]:
+    """The heads with `role`, strongest first, by the settings of `ga heads`: what heads="discover" means in a notebook.
+
+    reported: the seed that the notebook reports on, which must be none of those that heads are found on. Raises
+    `GAError` if it is one, and `TaskError` if the model is at chance or no head has the role.
+    """
+    check_seed(reported)
+    settings = DiscoverSettings(asked)
+    found = discover(store, lm, settings, progress)
+    return parse_heads(found.roles.heads(role)), found
 
 
 def _evidence(store, lm, task: Task, seed: int, settings: DiscoverSettings, records, progress: bool) -> roles.Evidence:

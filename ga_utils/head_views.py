@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from . import exactness
+from . import discover, exactness
 from .errors import GAError
 from .head_rows import last_rows, last_token, matrix_record, shares_on_right, value_spans
 from .heads import Head, parse_heads
@@ -22,12 +22,16 @@ from .mixers.base import FAMILIES
 from .records import Record, Store
 from .registry import find_spec
 from .stats import stderr
+from .task_choice import Asked
 from .tasks import Example, Task, kv_task
+
+#: key-value pairs in the questions that heads="discover" finds heads on, as in `ga heads`
+DISCOVER_PAIRS = Asked().n_pairs
 
 
 @dataclass(frozen=True)
 class ViewSettings:
-    """Which questions heads are chosen and shown on, and which heads: "auto" or names."""
+    """Which questions heads are chosen and shown on, and which heads: "auto", "discover" or names."""
 
     n_pairs: int
     n_examples: int
@@ -46,6 +50,11 @@ class ViewSettings:
         """The questions that heads are chosen on."""
         return kv_task(self.n_pairs, self.select_examples, self.select_seed, self.format, self.values, lm.tokenizer)
 
+    @property
+    def asked(self) -> Asked:
+        """The questions on which heads="discover" finds heads."""
+        return Asked("kv", DISCOVER_PAIRS, self.format, self.values)
+
     def check(self, lm: LanguageModel) -> None:
         """Raise `GAError` in one sentence if anything here cannot be shown for `lm`, before any long work."""
         if self.n_pairs < 2:
@@ -57,7 +66,10 @@ class ViewSettings:
         if not getattr(lm.tokenizer, "is_fast", False):
             raise GAError(f"{lm.name} has no fast tokenizer, so where a value's tokens are is not known.")
         check_fits(lm, self.task(lm))
-        if self.heads == "auto":
+        if self.heads == "discover":
+            discover.check_seed(self.seed)
+            discover.DiscoverSettings(self.asked).check(lm)
+        elif self.heads == "auto":
             check_fits(lm, self.select_task(lm))
             for site in lm.sites:
                 reading.check_kind(site)
@@ -211,6 +223,9 @@ def choose(store: Store, lm: LanguageModel, settings: ViewSettings) -> list[tupl
     "auto" takes one for each kind of mixer that the model has: the Aggregate head that the registry names, else the
     head whose last row puts the largest share of its absolute weight on the right value.
     """
+    if settings.heads == "discover":
+        heads, found = discover.discovered(store, lm, settings.asked, settings.seed)
+        return [(heads[0], "the strongest Aggregate head that `ga heads` finds", found.records)]
     if settings.heads != "auto":
         return [(head, "named by the user", []) for head in parse_heads(settings.heads)]
     spec = find_spec(lm.name)

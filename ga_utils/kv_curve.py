@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
+from . import discover
 from .claims import KVPoint
 from .discovery import effects, select_heads
 from .errors import GAError, TaskError
@@ -30,6 +31,7 @@ from .measure import (
 )
 from .records import Record, Store
 from .stats import Interval, bootstrap, stderr
+from .task_choice import Asked
 from .tasks import Task, kv_task
 
 SERIES = ("intact", "strongest", "masked", "random")
@@ -81,6 +83,9 @@ class KVSettings:
             check_fits(lm, self.task(lm, self.sweep_pairs, format))
         if self.sweeps:
             check_fits(lm, self.sweep_task(lm))
+        elif self.discovers:
+            discover.check_seed(self.seed)
+            discover.DiscoverSettings(self.asked).check(lm)
         else:
             random_draws(lm, self.given(lm), 1)
 
@@ -88,6 +93,16 @@ class KVSettings:
     def sweeps(self) -> bool:
         """Whether heads are found by a sweep rather than given."""
         return isinstance(self.heads, str) and self.heads.strip().lower() == "sweep"
+
+    @property
+    def discovers(self) -> bool:
+        """Whether heads are found by `discover`: effect and pattern, on several seeds."""
+        return isinstance(self.heads, str) and self.heads.strip().lower() == "discover"
+
+    @property
+    def asked(self) -> Asked:
+        """The questions on which `discover` finds heads."""
+        return Asked("kv", self.sweep_pairs, self.format, self.values)
 
     def given(self, lm: LanguageModel) -> tuple[Head, ...]:
         """The heads that were named, or that the registry knows."""
@@ -164,6 +179,11 @@ def measure(store: Store, lm: LanguageModel, settings: KVSettings, progress: boo
         if len(heads) < len(found):
             left_out = len(found) - len(heads)
             how += f" ({left_out} more stood out, but too few heads of their layers would be left to compare with)"
+    elif settings.discovers:
+        found, said = discover.discovered(store, lm, settings.asked, settings.seed, progress=progress)
+        heads = leave_controls(lm, found)
+        seeds = len(said.settings.seeds)
+        how = f"Aggregate heads found by `ga heads` on {said.settings.n_examples} questions for each of {seeds} seeds"
     else:
         heads = settings.given(lm)
         if settings.heads == "registry":

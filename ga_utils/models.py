@@ -21,7 +21,7 @@ from . import kernels
 from .errors import GAError, ModelError, say_once
 from .fetch import Files, folder_files, hub_files, hub_tokenizer, own_files, packaged_files
 from .language_model import LanguageModel, parse_dtype, wrap
-from .registry import ModelSpec, find_spec, registry, resolve_models
+from .registry import ModelSpec, find_spec, panel, registry, resolve_models
 from .selfcheck import require
 
 __all__ = ["LanguageModel", "labels", "load", "wrap"]
@@ -77,11 +77,12 @@ def labels(names: Iterable[str | Path]) -> dict[str, str]:
     """What each of several models is called on a page, by the name under which it was asked for: no two alike.
 
     A model of the registry goes by its name there, a hub id by itself, and a folder by its last part, with as many
-    parts before it as tell it from the others. Raises `ModelError` if there is none, or if two names mean one model.
+    parts before it as tell it from the others; panel:NAME stands for all models of a panel. Raises `ModelError` if there is none, or if two names mean one model.
     """
     if isinstance(names, str):
         raise ModelError(f"models={names!r} must be a list of models, such as ['smollm2-135m'].")
-    asked = list(dict.fromkeys(str(n) for n in names))
+    parts = [[m.name for m in panel(str(n))] if str(n).startswith("panel:") else [str(n)] for n in names]
+    asked = list(dict.fromkeys(name for part in parts for name in part))
     if not asked:
         raise ModelError("No model was named: give a name of the registry, a hub id (ORG/NAME) or a folder.")
     folders = {n: Path(n).expanduser().resolve() for n in asked if not find_spec(n) and Path(n).expanduser().is_dir()}
