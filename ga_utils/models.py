@@ -77,7 +77,8 @@ def labels(names: Iterable[str | Path]) -> dict[str, str]:
     """What each of several models is called on a page, by the name under which it was asked for: no two alike.
 
     A model of the registry goes by its name there, a hub id by itself, and a folder by its last part, with as many
-    parts before it as tell it from the others; panel:NAME stands for all models of a panel. Raises `ModelError` if there is none, or if two names mean one model.
+    parts before it as tell it from the others; panel:NAME stands for all models of a panel. Raises `ModelError` if
+    there is none, or if two names mean one model.
     """
     if isinstance(names, str):
         raise ModelError(f"models={names!r} must be a list of models, such as ['smollm2-135m'].")
