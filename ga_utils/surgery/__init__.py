@@ -6,5 +6,7 @@ and 3) and `changes` (how models are put back, and how layers and heads are numb
 
 from .changes import OperatedModel
 from .cuts import drop_layers, truncate
+from .donors import NoCacheError
+from .grafts import graft_heads, graft_layers
 
-__all__ = ["OperatedModel", "drop_layers", "truncate"]
+__all__ = ["NoCacheError", "OperatedModel", "drop_layers", "graft_heads", "graft_layers", "truncate"]
