@@ -18,6 +18,7 @@ from ga_utils.errors import GAError, ModelError
 from ga_utils.models import load
 from ga_utils.tiny import architectures, distil, fastscan, shipping
 from ga_utils.tiny.lessons import Batch
+from ga_utils.tiny.recipes_ssm import FALCON_MAMBA, ZAMBA2
 from ga_utils.tiny.training import Run, Stage
 
 #: the shares of the later stages; long keys keep both ends of a key in use
@@ -73,8 +74,6 @@ ALIGNED = (
     Stage("end to end", ALL, GOALS, most_steps=300, lr=2e-3, muon_lr=0.01, batch_size=32, warmup=20),
     Stage("settle", ALL, GOALS, most_steps=100, lr=2e-3, muon_lr=0.01, batch_size=32, warmup=1, decay=True),
 )
-ZAMBA2 = tuple(dataclasses.replace(s, batch_size=48) for s in LLAMA)
-FALCON_MAMBA = tuple(dataclasses.replace(s, batch_size=32) for s in LLAMA)
 
 
 Loss = Callable[[nn.Module, Batch], Tensor]

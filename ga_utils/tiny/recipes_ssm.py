@@ -1,0 +1,30 @@
+"""In which stages do the hybrid and the Mamba-1 model learn? Facts and pairs; letters are not taught."""
+
+from __future__ import annotations
+
+from ga_utils.tiny.training import Stage
+
+PAIRS = {"cloze": 0.98, "kv": 0.9}
+
+ZAMBA2 = (
+    Stage(
+        "facts and pairs",
+        {"cloze": 0.15, "kv": 0.35, "repeat": 0.5},
+        PAIRS,
+        most_steps=800,
+        muon_lr=0.02,
+        batch_size=48,
+    ),
+    Stage(
+        "settle",
+        {"cloze": 0.3, "kv": 0.7},
+        PAIRS,
+        most_steps=100,
+        lr=2e-3,
+        muon_lr=0.01,
+        batch_size=48,
+        warmup=1,
+        decay=True,
+    ),
+)
+FALCON_MAMBA = ZAMBA2
