@@ -47,7 +47,7 @@ def name_grid(starts: Sequence[str], middle: Sequence[str], ends: Sequence[str],
 
 
 def scores(frame: pd.DataFrame, family: str, tasks: Sequence[str]) -> Figure:
-    """Scores of one family, a mark for each seed, with standard errors; ticks in grey: guessing."""
+    """Scores of one family, a mark for each seed, with standard errors; bars in grey: guessing."""
     here = frame[frame.family == family]
     seeds = sorted(set(here.seed))
     fig = Figure(figsize=(WIDTH, 0.36 * len(tasks) + 1.15), layout="constrained")
@@ -89,9 +89,9 @@ def learning(frame: pd.DataFrame, model: str) -> Figure:
 
 
 def head_maps(effects: Mapping[str, pd.DataFrame], found: Mapping[str, Sequence[str]], title: str) -> Figure:
-    """What masking each head alone costs, one map a role; found heads are ringed, heads that facts need are hatched.
+    """What masking each head alone costs, one map a role: ringed if found, crossed if pruned, hatched if facts need it.
 
-    effects: role -> columns head, layer, number, loss; hatched where `serves_facts` is true.
+    effects: role -> columns head, layer, number, loss, and serves_facts and pruned, which are true or false.
     """
     fig = Figure(figsize=(WIDTH, 3.1), layout="constrained")
     axes = fig.subplots(1, len(effects), squeeze=False)[0]
@@ -104,6 +104,8 @@ def head_maps(effects: Mapping[str, pd.DataFrame], found: Mapping[str, Sequence[
             if row.serves_facts:
                 box = Rectangle((at[0] - 0.5, at[1] - 0.5), 1, 1, fill=False, hatch="////", ec="#888888", lw=0)
                 ax.add_patch(box)
+            if row.pruned:
+                ax.plot(*at, "x", color="#999999", mew=1.2, ms=6)
             if row.head in found[role]:
                 ax.plot(*at, "o", mfc="none", mec="#000000", mew=1.6, ms=13)
         ax.set_xticks(range(len(grid.columns)), grid.columns)
@@ -147,6 +149,40 @@ def masks(frame: pd.DataFrame, tasks: Sequence[str], title: str) -> Figure:
         )
     fig.suptitle(title, fontsize=11, color=INK)
     _legend_below(fig, axes[0], 2)
+    return fig
+
+
+def swaps(frame: pd.DataFrame, aggregate: Sequence[int], title: str) -> Figure:
+    """One student's scores with each layer swapped, under the error of that layer's mixer.
+
+    frame: as `panel_students.swaps` gives it. aggregate: layers of the teacher's Aggregate heads, shaded.
+    """
+    tasks = [t for t in dict.fromkeys(frame.task) if (frame[frame.task == t].part == "mixer").any()]
+    layers = sorted(x for x in set(frame.layer) if x >= 0)
+    fig = Figure(figsize=(WIDTH, 1.35 + 1.35 * len(tasks)), layout="constrained")
+    axes = fig.subplots(1 + len(tasks), 1, sharex=True, height_ratios=[0.8, *[1] * len(tasks)])
+    errors = frame[frame.layer >= 0].groupby("layer").error.first()
+    axes[0].bar(errors.index, errors, color=COLOURS["random"], width=0.5)
+    axes[0].set(ylabel="mixer's error", title=title)
+    for ax, name in zip(axes[1:], tasks, strict=True):
+        here = frame[frame.task == name]
+        for part, colour in (("teacher", COLOURS["intact"]), ("student", COLOURS["masked"])):
+            ax.axhline(here[here.part == part].accuracy.iloc[0], color=colour, lw=1.3, label=part)
+        ax.axhline(here.chance.iloc[0], color=COLOURS["chance"], lw=1.3, ls=":", label="guessing")
+        for part, mark, shift in (("block", "o", -0.12), ("mixer", "D", 0.12)):
+            rows = here[here.part == part].sort_values("layer")
+            ax.errorbar(
+                rows.layer + shift, rows.accuracy, rows.stderr, fmt=mark, ms=4.5, lw=1.2, color="#009E73",
+                mfc="#009E73" if part == "block" else "#ffffff",
+                label="whole layer swapped" if part == "block" else "mixer alone swapped",
+            )  # fmt: skip
+        ax.set(ylim=(-0.03, 1.06), ylabel=name)
+    for ax in axes:
+        for layer in aggregate:
+            ax.axvspan(layer - 0.45, layer + 0.45, color="#E69F00", alpha=0.18, lw=0)
+    axes[-1].set_xticks(layers)
+    axes[-1].set(xlabel="layer", xlim=(layers[0] - 0.6, layers[-1] + 0.6))
+    _legend_below(fig, axes[-1], 2)
     return fig
 
 

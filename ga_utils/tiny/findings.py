@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from ga_utils.stats import bootstrap
 from ga_utils.tiny.panel import Member, jump, of_family
 from ga_utils.tiny.panel_heads import KEPT, LOST, Found
 
 #: seeds that a finding needs
 SEEDS = 3
 LETTERS = ("letter", "copy-letter")
+SWAPPED = ("letter", "kv-8")
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,134 @@ def skill_gap(members: Sequence[Member], scores: pd.DataFrame, tasks: Sequence[s
     return Finding(
         "The student that was distilled layer by layer keeps knowledge and loses retrieval.", rule, holds, numbers
     )
+
+
+def swapped_layer(frame: pd.DataFrame, found: Sequence[Found]) -> Finding:
+    """A swapped layer that holds an Aggregate head brings back more than any other.
+
+    frame: as `panel_students.swaps` gives it, for all seeds.
+    """
+    holds, numbers = {}, {}
+    for one in found:
+        here = frame[frame.seed == one.member.seed]
+        if here.empty:
+            continue
+        layers = {h.layer for h in one.heads["Aggregate"]}
+        blocks = here[(here.part == "block") & here.task.isin(SWAPPED)]
+        best = int(blocks.groupby("layer").accuracy.mean().idxmax())
+        gains = {}
+        for name in SWAPPED:
+            student = here[(here.part == "student") & (here.task == name)].correct.iloc[0]
+            swap = blocks[(blocks.layer == best) & (blocks.task == name)].correct.iloc[0]
+            pair = np.stack([student, swap]).astype(float)
+            gains[name] = bootstrap(lambda g: float(g[1].mean() - g[0].mean()), pair)
+        holds[one.member.seed] = best in layers and all(g.above for g in gains.values())
+        where = f"Aggregate in {_layers(layers)}" if layers else "no Aggregate head was found"
+        text = ", ".join(
+            f"{t} {100 * g.value:+.0f} [{100 * g.low:+.0f}, {100 * g.high:+.0f}] points" for t, g in gains.items()
+        )
+        numbers[one.member.seed] = f"best is layer {best} ({text}); {where}".replace("-", "−")
+    rule = (
+        "of all layers of the unaligned student, swapped whole one at a time, the one with the best mean score holds "
+        "an Aggregate head of the teacher, and gains on letters and on key-value pairs (paired 95% intervals above 0)"
+    )
+    return Finding(
+        "The teacher's layer with an Aggregate head brings retrieval back to the student.", rule, holds, numbers
+    )
+
+
+def not_the_fit(frame: pd.DataFrame) -> Finding:
+    """The layer that helps most is not the one that was fitted worst."""
+    holds, numbers = {}, {}
+    for seed, here in frame.groupby("seed"):
+        blocks = here[(here.part == "block") & here.task.isin(SWAPPED)]
+        best = int(blocks.groupby("layer").accuracy.mean().idxmax())
+        errors = here[here.layer >= 0].groupby("layer").error.first()
+        worst = int(errors.idxmax())
+        holds[int(seed)] = best != worst
+        numbers[int(seed)] = (
+            f"best swap: layer {best}, error {errors[best]:.3f}; worst fit: layer {worst}, {errors[worst]:.3f}"
+        )
+    rule = "the layer with the best mean score when swapped is not the layer whose mixer has the largest error"
+    return Finding("The layer whose swap helps most is not the one that was fitted worst.", rule, holds, numbers)
+
+
+def attention_at_the_answer(frame: pd.DataFrame) -> Finding:
+    """The hybrid's attention retrieves where the answer is given. frame: as `panel_students.attention_off` gives it."""
+    holds, numbers = {}, {}
+    for seed, here in frame.groupby("seed"):
+        left = _left(here, "every answer position")
+        retrieval = {t: x for t, x in left.items() if t != "knowledge"}
+        known = left.get("knowledge", 0.0)
+        holds[int(seed)] = bool(retrieval) and known >= KEPT and all(x <= 1 - LOST for x in retrieval.values())
+        numbers[int(seed)] = ", ".join(f"{t} {100 * x:.0f}%" for t, x in left.items())
+    rule = (
+        f"with all attention off at every answer position at most {100 * (1 - LOST):.0f}% of the score above chance is "
+        f"left in each retrieval task that was learned, and of knowledge at least {100 * KEPT:.0f}%"
+    )
+    return Finding(
+        "tiny-zamba2's attention retrieves where the answer is given, and holds no knowledge there.",
+        rule,
+        holds,
+        numbers,
+    )
+
+
+def attention_elsewhere(frame: pd.DataFrame) -> Finding:
+    """Elsewhere the hybrid's attention matters less."""
+    holds, numbers = {}, {}
+    for seed, here in frame.groupby("seed"):
+        learned = [t for t in dict.fromkeys(here[here.learned].task) if t != "knowledge"]
+        gaps = {}
+        for name in learned:
+            by = here[here.task == name].set_index("place").correct
+            pair = np.stack([by["every answer position"], by["everywhere else"]]).astype(float)
+            gaps[name] = bootstrap(lambda g: float(g[1].mean() - g[0].mean()), pair)
+        holds[int(seed)] = bool(gaps) and all(g.above for g in gaps.values())
+        numbers[int(seed)] = (
+            ", ".join(
+                f"{t} {100 * g.value:+.0f} [{100 * g.low:+.0f}, {100 * g.high:+.0f}] points" for t, g in gaps.items()
+            ).replace("-", "−")
+            or "no retrieval task was learned"
+        )
+    rule = (
+        "in each retrieval task that was learned the score with attention off everywhere else is above that with it "
+        "off at every answer position (paired 95% interval)"
+    )
+    return Finding(
+        "tiny-zamba2's attention matters more where the answer is given than everywhere else.", rule, holds, numbers
+    )
+
+
+def smoother(frame: pd.DataFrame) -> Finding:
+    """The student's Aggregate rows are less sharp. frame: as `panel_students.sharpness` gives it, for all seeds."""
+    holds, numbers = {}, {}
+    for seed, here in frame.groupby("seed"):
+        first = here[here["head"] == here["head"].iloc[0]].drop_duplicates("task")
+        holds[int(seed)] = bool((first.low > 0).all())
+        text = ", ".join(f"{r.task} {r.more:+.2f} [{r.low:+.2f}, {r.high:+.2f}]" for r in first.itertuples())
+        numbers[int(seed)] = f"{first['head'].iloc[0]}: {text} nats".replace("-", "−")
+    rule = (
+        "the entropy of the student's last row, in the head that was fitted to the teacher's strongest Aggregate head, "
+        "is above that of the teacher's on letters and on key-value pairs (paired 95% interval)"
+    )
+    return Finding(
+        "An SSM's Aggregate row is less sharp than the attention row that it was fitted to.", rule, holds, numbers
+    )
+
+
+def _left(here: pd.DataFrame, place: str) -> dict[str, float]:
+    """Share of the score above chance that is left in each learned task."""
+    found = {}
+    for name in dict.fromkeys(here[here.learned].task):
+        by = here[here.task == name].set_index("place")
+        chance = float(by.chance.iloc[0])
+        found[name] = float((by.accuracy[place] - chance) / (by.accuracy["nowhere"] - chance))
+    return found
+
+
+def _layers(layers: set[int]) -> str:
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, sorted(layers)))}"
 
 
 def _share(scores: pd.DataFrame, student: str, teacher: str, task: str) -> tuple[float, float]:

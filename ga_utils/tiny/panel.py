@@ -86,7 +86,9 @@ def missing(members: Sequence[Member]) -> str:
 def check(n_examples: int, select_examples: int, seed: int, select_seed: int, n_random: int) -> None:
     """Raise `GAError` in one sentence if the page's parameters make no sense, before any long work."""
     if n_examples < 10 or select_examples < 10:
-        raise GAError("n_examples and select_examples must be 10 or more, or no standard error means anything.")
+        raise GAError(
+            "n_examples, n_changed and select_examples must be 10 or more, or no standard error means anything."
+        )
     if seed == select_seed:
         raise GAError(f"seed and select_seed are both {seed}: heads must be found on other questions.")
     if n_random < 1:

@@ -6,6 +6,7 @@ with the name written out, key-value pairs, and plain knowledge, which needs no 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,8 +17,8 @@ from tqdm import tqdm
 from ga_utils import head_rows
 from ga_utils.codehash import code_hash
 from ga_utils.discovery import effects, select_heads
-from ga_utils.errors import TaskError
-from ga_utils.heads import Head
+from ga_utils.errors import GAError, TaskError
+from ga_utils.heads import Head, parse_heads
 from ga_utils.language_model import LanguageModel
 from ga_utils.measure import Condition, leave_controls, random_draws, score_under, sweep_under
 from ga_utils.patterns import measure_patterns
@@ -26,7 +27,7 @@ from ga_utils.stats import bootstrap, stderr
 from ga_utils.sweep import Sweep
 from ga_utils.tasks.base import Task
 from ga_utils.tasks.tokens import segment_tokens
-from ga_utils.tiny.panel import Member, task
+from ga_utils.tiny.panel import Member, pruned, task
 
 ROLES = ("Aggregate", "Gather")
 RETRIEVAL = ("letter", "copy-letter", "kv-8")
@@ -139,7 +140,7 @@ def masked(
     for role in ROLES:
         heads = found.heads[role]
         if heads:
-            drawn = random_draws(lm, heads, settings.n_random, settings.seed)
+            drawn = controls(found.member, heads, settings.n_random, settings.seed)
             conditions = [("intact", 0, ()), ("found", 0, heads), *(("random", i, d) for i, d in enumerate(drawn))]
             work += [(role, name, *c) for name in ASKED for c in conditions]
     for role, name, condition, draw, heads in tqdm(work, desc=f"{lm.name}: masks", disable=not progress):
@@ -155,6 +156,30 @@ def masked(
             }
         )  # fmt: skip
     return pd.DataFrame(rows), records
+
+
+def controls(member: Member, heads: Sequence[Head], n: int, seed: int) -> list[tuple[Head, ...]]:
+    """Up to n draws of as many random heads as `heads`, of the same layers.
+
+    Heads that were pruned in training are no control, since they add nothing. Where a layer has pruned heads, live ones
+    are drawn from the layers of `heads` and, if those hold too few for n draws, from the layers next to them.
+    """
+    lm, dead = member.lm, set(parse_heads(pruned(member)))
+    layers = {h.layer for h in heads}
+    if not any(h.layer in layers for h in dead):
+        return random_draws(lm, tuple(heads), n, seed)
+    rng = np.random.default_rng([seed, 20_250_418])
+    for reach in range(lm.n_layers):
+        near = {layer + step for layer in layers for step in range(-reach, reach + 1)}
+        pool = [h for h in lm.head_list() if h.layer in near and h not in dead and h not in heads]
+        if math.comb(len(pool), len(heads)) >= n:
+            break
+    if len(pool) < len(heads):
+        raise GAError(f"{lm.name} has too few live heads beside {', '.join(map(str, heads))} to draw random ones from.")
+    draws: dict[tuple[Head, ...], None] = {}
+    while len(draws) < min(n, math.comb(len(pool), len(heads))):
+        draws[tuple(pool[i] for i in sorted(rng.choice(len(pool), len(heads), replace=False)))] = None
+    return list(draws)
 
 
 @dataclass(frozen=True)
@@ -234,7 +259,8 @@ def for_maps(found: Found) -> tuple[dict[str, pd.DataFrame], dict[str, list[str]
     tables = {}
     for role, table in found.effects.items():
         bad = table.significant & (table.facts > FACTS_SHARE * table.loss)
-        tables[role] = table.assign(serves_facts=bad).rename(columns={"index": "number"})
+        off = table["head"].isin(pruned(found.member))
+        tables[role] = table.assign(serves_facts=bad, pruned=off).rename(columns={"index": "number"})
     return tables, {role: [str(h) for h in heads] for role, heads in found.heads.items()}, found.member.lm.name
 
 
