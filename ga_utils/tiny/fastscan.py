@@ -18,26 +18,38 @@ from torch import Tensor
 from ga_utils.errors import GAError
 
 
-class _Recurrence(torch.autograd.Function):
-    """h_t = a_t h_{t-1} + u_t along the first axis, from h_0 = 0."""
+class _Scan(torch.autograd.Function):
+    """y_t = h_t C_t with h_t = exp(dt_t A) h_{t-1} + (dt_t x_t) B_t, from h_0 = 0, and the last h (which has no
+    gradient).
+
+    dt, x [t, b, c]; A [c, n]; B, C [t, b, n] -> [t, b, c], [b, c, n]. Few passes over [t, b, c, n], which is where the
+    time goes.
+    """
 
     @staticmethod
-    def forward(ctx, a: Tensor, u: Tensor) -> Tensor:
-        h = u.clone()
+    def forward(ctx, dt: Tensor, x: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+        decay = (dt.unsqueeze(-1) * A).exp_()
+        h = (dt * x).unsqueeze(-1) * B.unsqueeze(-2)
         for t in range(1, len(h)):
-            h[t].addcmul_(a[t], h[t - 1])
-        ctx.save_for_backward(a, h)
-        return h
+            h[t].addcmul_(decay[t], h[t - 1])
+        ctx.save_for_backward(dt, x, A, B, C, decay, h)
+        last = h[-1].clone()
+        ctx.mark_non_differentiable(last)
+        return (h @ C.unsqueeze(-1)).squeeze(-1), last
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        a, h = ctx.saved_tensors
-        grad = grad.clone()
+    def backward(ctx, to_y: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        dt, x, A, B, C, decay, h = ctx.saved_tensors
+        to_c = (to_y.unsqueeze(-2) @ h).squeeze(-2)
+        to_h = to_y.unsqueeze(-1) * C.unsqueeze(-2)
         for t in range(len(h) - 2, -1, -1):
-            grad[t].addcmul_(a[t + 1], grad[t + 1])
-        to_a = torch.zeros_like(a)
-        to_a[1:] = grad[1:] * h[:-1]
-        return to_a, grad
+            to_h[t].addcmul_(decay[t + 1], to_h[t + 1])
+        to_written = (to_h @ B.unsqueeze(-1)).squeeze(-1)
+        to_b = ((dt * x).unsqueeze(-2) @ to_h).squeeze(-2)
+        to_power = to_h[1:].mul_(h[:-1]).mul_(decay[1:])  # gradient of dt A, in the place of to_h, which is done with
+        to_dt = to_written * x
+        to_dt[1:] += torch.einsum("tbcn,cn->tbc", to_power, A)
+        return to_dt, to_written * dt, torch.einsum("tbcn,tbc->cn", to_power, dt[1:]), to_b, to_c
 
 
 def scan(
@@ -63,15 +75,13 @@ def scan(
     if delta_softplus:
         dt = F.softplus(dt)
     dt_t, x = dt.permute(2, 0, 1), hidden_states.permute(2, 0, 1)  # [t, b, c]
-    decay = torch.exp(dt_t.unsqueeze(-1) * A)
-    h = _Recurrence.apply(decay, (dt_t * x).unsqueeze(-1) * B.permute(2, 0, 1).unsqueeze(2))
-    y = (h @ C.permute(2, 0, 1).unsqueeze(-1)).squeeze(-1)
+    y, last = _Scan.apply(dt_t, x, A, B.permute(2, 0, 1), C.permute(2, 0, 1))
     if D is not None:
         y = y + x * D
     y = y.permute(1, 2, 0)
     if z is not None:
         y = y * F.silu(z)
-    return (y, h[-1]) if return_last_state else y
+    return (y, last) if return_last_state else y
 
 
 def matrix_scan(

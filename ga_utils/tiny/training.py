@@ -81,8 +81,9 @@ def answer_accuracy(model: nn.Module, kinds: Mapping[str, float], seed: str, siz
 
 def make_optimisers(model: nn.Module, stage: Stage) -> list[torch.optim.Optimizer]:
     """AdamW, and Muon for the matrices inside the layers where the stage says so."""
-    inner = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers." in n and p.requires_grad]
-    inner = [p for p in inner if min(p.shape) > 8] if stage.muon_lr else []
+    named = [(n, p) for n, p in model.named_parameters() if p.ndim == 2 and "layers." in n and p.requires_grad]
+    # Mamba-1's A_log has two axes but is no map between spaces
+    inner = [p for n, p in named if min(p.shape) > 8 and not n.endswith("A_log")] if stage.muon_lr else []
     ids = {id(p) for p in inner}
     rest = [p for p in model.parameters() if id(p) not in ids and p.requires_grad]
     groups = [
