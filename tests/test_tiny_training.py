@@ -140,9 +140,10 @@ def test_the_fast_scan_is_transformers_own_scan_and_leaves_it_in_place():
         assert (a - b).abs().max() <= 1e-5 * a.abs().max()
 
 
-def test_the_recurrence_has_the_right_gradient():
-    a, u = torch.rand(5, 2, 3, 2, dtype=torch.float64), torch.randn(5, 2, 3, 2, dtype=torch.float64)
-    assert torch.autograd.gradcheck(fastscan._Recurrence.apply, (a.requires_grad_(), u.requires_grad_()))
+def test_the_scan_has_the_right_gradient():
+    sizes = ((4, 2, 3), (4, 2, 3), (3, 2), (4, 2, 2), (4, 2, 2))  # dt, x, A, B, C
+    parts = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes]
+    assert torch.autograd.gradcheck(lambda *p: fastscan._Scan.apply(*p)[0], parts)
 
 
 def test_zamba2_shares_one_block_and_an_untied_one_is_refused():
