@@ -1,7 +1,13 @@
 """What if layers or heads are taken out of a model, or come from another one?
 
-Context managers that change a model in place, yield it as an `OperatedModel`, and put it back: see `cuts` (Figures 2
-and 3) and `changes` (how models are put back, and how layers and heads are numbered inside).
+    with truncate(lm, 18) as cut: ...                       layers 0-17, the norm and the head (Figure 2)
+    with drop_layers(lm, [16]) as cut: ...                  all layers but one (Figure 3)
+    with graft_layers(llamba, llama, [17]) as grafted: ...  a whole decoder layer of another model (Figure 7)
+    with graft_heads(llamba, llama, "L17H24") as grafted:   one of its heads
+
+The model is changed in place and put back after the block; work with the `OperatedModel` that the block yields, whose
+`describe` says what was done, so that its records never pass for the intact model's. Layers and heads keep the numbers
+that they have in the whole model. Blocks nest: hand the yielded model to the next one.
 """
 
 from .changes import OperatedModel
