@@ -75,7 +75,7 @@ def scan(
     if delta_softplus:
         dt = F.softplus(dt)
     dt_t, x = dt.permute(2, 0, 1), hidden_states.permute(2, 0, 1)  # [t, b, c]
-    y, last = _Scan.apply(dt_t, x, A, B.permute(2, 0, 1), C.permute(2, 0, 1))
+    y, last = _Scan.apply(dt_t, x, A.to(dt_t.dtype), B.permute(2, 0, 1), C.permute(2, 0, 1))
     if D is not None:
         y = y + x * D
     y = y.permute(1, 2, 0)
