@@ -38,6 +38,15 @@ ABOVE_CHANCE = 0.2
 #: a layer gathers if retrieval falls to this (mean of the three) without its heads and knowledge stays at that
 RETRIEVAL_LOST, KNOWLEDGE_KEPT = 0.5, 0.95
 QUESTIONS = 100
+#: said in each training record
+RULE = (
+    "Training left several heads that aggregate; this is not how a model ends by itself. Of the heads whose last row "
+    f"puts {SHARE} more of its weight on the line of the right answer than on a wrong one (mean over letter, "
+    "copy-letter and kv-8) the one that serves best alone, by mean accuracy with the others masked at the last "
+    "position, was kept. In the layer below it whose heads cost retrieval most and spare knowledge when masked at all "
+    "positions, the head that serves best alone was kept too. All others of both kinds were pruned: query weights and "
+    "columns of the output projection zero from then on, while training went on."
+)
 
 
 def retrieval_tasks(n: int, seed: int) -> dict[str, Task]:

@@ -19,7 +19,7 @@ from ga_utils.language_model import LanguageModel
 from ga_utils.models import load
 from ga_utils.scoring import score
 from ga_utils.tasks.base import Task
-from ga_utils.tiny import questions
+from ga_utils.tiny import pruning, questions
 from ga_utils.tiny.language import tokenizer
 from ga_utils.tiny.lessons import batch
 from ga_utils.tiny.training import Run
@@ -45,9 +45,9 @@ def shipped() -> list[str]:
 def record(name: str) -> dict:
     """The training record of the shipped model.
 
-    Keys: name (the recipe's), seed, architecture, parameters, recipe, versions, cpu_seconds, pruning (what was measured
-    whenever heads were looked at for pruning, and which were pruned), rounding, history (loss curve), scores with
-    errors.
+    Keys: name (the recipe's), seed, architecture, parameters, recipe, versions, cpu_seconds (of its own stages, not of
+    the model that it starts from), pruning_rule and pruning (what was measured whenever heads were looked at, and which
+    were pruned), rounding, history (loss curve), scores with errors.
     """
     return read_record(folder(name))
 
@@ -125,6 +125,7 @@ def write(model: torch.nn.Module, run: Run, out: Path, name: str, recipe: Mappin
         "recipe": dict(recipe),
         "versions": {p: importlib.metadata.version(p).split("+")[0] for p in ("torch", "transformers")},
         "cpu_seconds": round(run.seconds),
+        "pruning_rule": pruning.RULE if run.pruning else "",
         "pruning": run.pruning,
         "rounding": rounding,
         "history": run.history,
