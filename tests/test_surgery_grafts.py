@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import zoo
+from test_surgery import passing_on, steps_gap
 
 from ga_utils.errors import GAError, HeadError, ModelError
 from ga_utils.heads import Head
@@ -268,6 +269,26 @@ def test_grafts_nest_with_cuts_and_end_in_any_order():
         pass
     with pytest.raises(RuntimeError, match="mid-way"), graft_layers(host, donor, [0, 1]):
         raise RuntimeError("mid-way")
+    assert intact(host, donor) == before
+
+
+@pytest.mark.parametrize("name", ["llama", "zamba", "zamba2", "jamba", "qwen3_next", "llamba"])
+def test_grafts_between_two_of_a_kind_are_renumbered_in_a_cut_model(name):
+    host, donor = zoo.lm(name), zoo.lm(name, 1)
+    batch, before, last = host.encode(PROMPTS), intact(host, donor), host.n_layers - 1
+    ours, theirs = (find_layers(lm.model)[1] for lm in (host, donor))
+    with passing_on(host, [0]), answering([ours[last]], [theirs[last]]):
+        expected = logits(host, batch)
+    tokens = batch["input_ids"][0].tolist()[:14]
+    with graft_layers(host, donor, last) as grafted, drop_layers(grafted, 0) as cut:
+        assert torch.equal(logits(cut, batch), expected)
+        assert steps_gap(cut, tokens) < (1e-3 if name == "zamba2" else 5e-5)
+    head = next(s for s in host.sites if s.layer == last and s.primary).head(0)
+    with graft_heads(host, donor, [head]) as grafted, drop_layers(grafted, 0) as cut:
+        one = logits(cut, batch)
+        assert not torch.equal(one, expected)
+    with drop_layers(host, 0) as cut, graft_heads(cut, donor, [head]) as grafted:
+        assert torch.equal(logits(grafted, batch), one)
     assert intact(host, donor) == before
 
 
