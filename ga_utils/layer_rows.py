@@ -41,12 +41,17 @@ class LayerRows:
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[list]:
-        """Count, and keep what each layer gives back in the one call of the model inside the block."""
+        """Count, and keep what each layer gives back in the one call of the model, on one row, inside the block.
+
+        Yields, for each layer, its output and the length of the first axis of each tensor among its arguments.
+        """
         kept: list = [None] * len(self.layers)
 
         def run(index, forward, args, kwargs):
+            firsts: list[int] = []
+            map_tensors((args, kwargs), lambda x: firsts.append(x.shape[0] if x.ndim else 0) or x)
             out = self._counted(forward, args, kwargs)
-            kept[index] = map_tensors(out, lambda x: x.detach().clone())  # a later layer may write into it
+            kept[index] = map_tensors(out, lambda x: x.detach().clone()), firsts  # a later layer may write into it
             return out
 
         with self._wrapped(run):
@@ -64,14 +69,16 @@ class LayerRows:
         """
 
         def run(index, forward, args, kwargs):
-            n = counts[index]
+            n, (intact, firsts) = counts[index], kept[index]
             if n == 0:
-                return map_tensors(kept[index], lambda x: _repeat(x, batch))
+                return map_tensors(intact, lambda x: _repeat(x, batch))
             if n < batch:
-                args, kwargs = map_tensors((args, kwargs), lambda x: _first_rows(x, n, batch))
+                # an axis that is 1 for one row and `batch` here is the batch, and no other of the same length
+                first = iter(firsts)
+                args, kwargs = map_tensors((args, kwargs), lambda x: _first_rows(x, next(first), n, batch))
             with contextlib.nullcontext() if states is None else _standing_in(cache.layers[index], states[index]):
                 out = self._counted(forward, args, kwargs)
-            return out if n == batch else _join(out, kept[index], n, batch)
+            return out if n == batch else _join(out, intact, n, batch)
 
         with self._wrapped(run):
             yield
@@ -115,8 +122,8 @@ def map_tensors(value, fn: Callable[[Tensor], Tensor]):
     return value
 
 
-def _first_rows(x: Tensor, n: int, batch: int) -> Tensor:
-    return x[:n] if x.ndim > 1 and x.shape[0] == batch else x
+def _first_rows(x: Tensor, of_one: int, n: int, batch: int) -> Tensor:
+    return x[:n] if of_one == 1 and x.shape[0] == batch else x
 
 
 def _repeat(x: Tensor, times: int) -> Tensor:

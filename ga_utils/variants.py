@@ -99,9 +99,7 @@ class Variants:
         if prefix:
             context = item.context
             with self.layers.counting():
-                _, cache = self.forward(
-                    [context[:prefix]], [[prefix - 1]], [number], [len(context)], keep_cache=True
-                )  # fmt: skip
+                _, cache = self.forward([context[:prefix]], [[prefix - 1]], [number], [len(context)], keep_cache=True)
             self._weigh(cache)
         # calls that share nothing but the prompt go one after the other, so that only one's layers are kept
         for group in [calls] if self.way.steps else [[c] for c in calls]:
@@ -245,15 +243,12 @@ class Variants:
         every = list(flat(calls))
         t, total = max(len(c.tokens) for c in every), max(len(c.tokens) + c.past for c in every)
         copies, passing = 1 + depth(calls), 2 * max(self.bytes)  # a layer's part is copied as it grows
+        fixed = passing + self._working_bytes(t, total, max(len(c.reads) for c in every))
         need = size = 0
         limit = min(self.most, len(self.sorted) - start)
         for head in self.sorted[start : start + limit]:
             lowest = head.layer if self.way.grow else 0
-            one = (
-                copies * sum(self.bytes[lowest:])
-                + passing
-                + self._working_bytes(t, total, max(len(c.reads) for c in every))
-            )
+            one = copies * sum(self.bytes[lowest:]) + fixed
             if one > self.budget:
                 raise TaskError(
                     f"budget={self.budget} bytes holds no variant of example {self.number}, which needs about {one} "
@@ -262,18 +257,13 @@ class Variants:
             if need + one > self.budget:
                 break
             need, size = need + one, size + 1
-        # a batch as large as an axis of time could be mistaken for one where arguments are cut
-        while size > 1 and any(size in (len(c.tokens), c.past + len(c.tokens)) for c in every):
-            size -= 1
         return size
 
     def _working_bytes(self, t: int, total: int, reads: int) -> int:
         """Rough bytes that one row's activations take while a layer and the output embedding run."""
         config = self.lm.config
         width = max(config.hidden_size, *(s.width for s in self.lm.sites))
-        heads = (
-            max(s.n_heads for s in self.lm.sites if s.head_dim > 1) if any(s.head_dim > 1 for s in self.lm.sites) else 1
-        )
+        heads = max((s.n_heads for s in self.lm.sites if s.kind == "attention"), default=1)
         size = torch.finfo(self.lm.dtype).bits // 8
         return size * t * (24 * width + heads * total) + 12 * reads * config.vocab_size
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -155,6 +156,19 @@ def test_work_of_a_sweep_at_all_positions_is_half_of_the_loops():
         slow = sweep_heads(lm, task, few, positions="all", shared=False)
     assert sum(seen) * 271 == fast.plain_token_layers * 5
     assert np.abs(fast.logprob[[0, 100, 200, 269]] - slow.logprob).max() < 1e-4
+
+
+def test_a_batch_as_large_as_the_time_axis_is_cut_rightly():
+    """GPT-2's and others' arguments have axes of tokens too; here as many variants as tokens run at once."""
+    for name in ("llama", "gpt2", "zaya"):
+        lm = zoo.lm(name)
+        task = a_task(lm, 1)
+        t = len(encode(lm.tokenizer, task).items[0].context)
+        heads = [s.head(i) for s in lm.sites for i in range(s.n_heads)]
+        assert len(heads) == 12 and t > 12
+        short = [replace(task.examples[0], prompt=task.examples[0].prompt[t - n :], segments=()) for n in (11, 12, 13)]
+        fast, slow = (sweep_heads(lm, short, heads, "all", scored="answer", shared=s) for s in (None, False))
+        assert fast.way == "reused" and np.abs(fast.logprob - slow.logprob).max() < 1e-4
 
 
 def test_each_row_is_the_head_of_its_name():
