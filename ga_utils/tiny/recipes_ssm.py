@@ -27,4 +27,17 @@ ZAMBA2 = (
         decay=True,
     ),
 )
-FALCON_MAMBA = ZAMBA2
+#: pairs come before facts here: lists of three are short and quick, and mixed with facts they are learned far more slowly
+FALCON_MAMBA = (
+    Stage("few pairs", {"few pairs": 1.0}, {"few pairs": 0.9}, most_steps=500, muon_lr=0.02, batch_size=32, warmup=20),
+    Stage(
+        "facts and pairs",
+        {"cloze": 0.2, "kv": 0.8},
+        PAIRS,
+        most_steps=150,
+        muon_lr=0.02,
+        batch_size=32,
+        warmup=1,
+        decay=True,
+    ),
+)
