@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ga_utils.stats import bootstrap
+from ga_utils.stats import Interval, bootstrap
 from ga_utils.tiny.panel import Member, jump, of_family
 from ga_utils.tiny.panel_heads import KEPT, LOST, Found
 
@@ -89,8 +89,8 @@ def heads(role: str, found: Sequence[Found], shares: pd.DataFrame, tasks: Sequen
         known = float(by.loc["knowledge", "left"])
         each = {t: by.loc[t] for t in tasks}
         holds[seed] = bool(known >= KEPT and all(r["left"] <= 1 - LOST and r["high"] < 0 for r in each.values()))
-        text = [f"{t} {100 * r['left']:.0f}% ({100 * r['left random']:.0f}%)" for t, r in each.items()]
-        numbers[seed] = f"{', '.join(map(str, one.heads[role]))}: {', '.join(text)}, knowledge {100 * known:.0f}%"
+        text = [f"{t} {_percent(r['left'])} ({_percent(r['left random'])})" for t, r in each.items()]
+        numbers[seed] = f"{', '.join(map(str, one.heads[role]))}: {', '.join(text)}, knowledge {_percent(known)}"
     serve = "letters" if set(tasks) <= set(LETTERS) else "key-value pairs too, though they were found on letters"
     rule = (
         f"with them masked at most {100 * (1 - LOST):.0f}% of the score above chance is left (random heads in "
@@ -110,7 +110,7 @@ def skill_gap(members: Sequence[Member], scores: pd.DataFrame, tasks: Sequence[s
         shares = {t: _share(scores, m.lm.name, teacher[0].lm.name, t) for t in ("knowledge", *tasks)}
         known, error = shares["knowledge"]
         holds[m.seed] = all(known - shares[t][0] > 2 * float(np.hypot(error, shares[t][1])) for t in tasks)
-        numbers[m.seed] = ", ".join(f"{t} {100 * s:.0f}%" for t, (s, _) in shares.items())
+        numbers[m.seed] = ", ".join(f"{t} {_percent(s)}" for t, (s, _) in shares.items())
     rule = (
         "of the teacher's score above chance the student keeps more in knowledge than in each retrieval task, by two "
         "standard errors"
@@ -141,10 +141,8 @@ def swapped_layer(frame: pd.DataFrame, found: Sequence[Found]) -> Finding:
             gains[name] = bootstrap(lambda g: float(g[1].mean() - g[0].mean()), pair)
         holds[one.member.seed] = best in layers and all(g.above for g in gains.values())
         where = f"Aggregate in {_layers(layers)}" if layers else "no Aggregate head was found"
-        text = ", ".join(
-            f"{t} {100 * g.value:+.0f} [{100 * g.low:+.0f}, {100 * g.high:+.0f}] points" for t, g in gains.items()
-        )
-        numbers[one.member.seed] = f"best is layer {best} ({text}); {where}".replace("-", "−")
+        text = ", ".join(f"{t} {_points(g)}" for t, g in gains.items())
+        numbers[one.member.seed] = f"best is layer {best} ({text}); {where}"
     rule = (
         "of all layers of the unaligned student, swapped whole one at a time, the one with the best mean score holds "
         "an Aggregate head of the teacher, and gains on letters and on key-value pairs (paired 95% intervals above 0)"
@@ -178,7 +176,7 @@ def attention_at_the_answer(frame: pd.DataFrame) -> Finding:
         retrieval = {t: x for t, x in left.items() if t != "knowledge"}
         known = left.get("knowledge", 0.0)
         holds[int(seed)] = bool(retrieval) and known >= KEPT and all(x <= 1 - LOST for x in retrieval.values())
-        numbers[int(seed)] = ", ".join(f"{t} {100 * x:.0f}%" for t, x in left.items())
+        numbers[int(seed)] = ", ".join(f"{t} {_percent(x)}" for t, x in left.items())
     rule = (
         f"with all attention off at every answer position at most {100 * (1 - LOST):.0f}% of the score above chance is "
         f"left in each retrieval task that was learned, and of knowledge at least {100 * KEPT:.0f}%"
@@ -202,12 +200,7 @@ def attention_elsewhere(frame: pd.DataFrame) -> Finding:
             pair = np.stack([by["every answer position"], by["everywhere else"]]).astype(float)
             gaps[name] = bootstrap(lambda g: float(g[1].mean() - g[0].mean()), pair)
         holds[int(seed)] = bool(gaps) and all(g.above for g in gaps.values())
-        numbers[int(seed)] = (
-            ", ".join(
-                f"{t} {100 * g.value:+.0f} [{100 * g.low:+.0f}, {100 * g.high:+.0f}] points" for t, g in gaps.items()
-            ).replace("-", "−")
-            or "no retrieval task was learned"
-        )
+        numbers[int(seed)] = ", ".join(f"{t} {_points(g)}" for t, g in gaps.items()) or "no retrieval task was learned"
     rule = (
         "in each retrieval task that was learned the score with attention off everywhere else is above that with it "
         "off at every answer position (paired 95% interval)"
@@ -223,8 +216,10 @@ def smoother(frame: pd.DataFrame) -> Finding:
     for seed, here in frame.groupby("seed"):
         first = here[here["head"] == here["head"].iloc[0]].drop_duplicates("task")
         holds[int(seed)] = bool((first.low > 0).all())
-        text = ", ".join(f"{r.task} {r.more:+.2f} [{r.low:+.2f}, {r.high:+.2f}]" for r in first.itertuples())
-        numbers[int(seed)] = f"{first['head'].iloc[0]}: {text} nats".replace("-", "−")
+        text = ", ".join(
+            f"{r.task} {_signed(r.more)} [{_signed(r.low)}, {_signed(r.high)}]" for r in first.itertuples()
+        )
+        numbers[int(seed)] = f"{first['head'].iloc[0]}: {text} nats"
     rule = (
         "the entropy of the student's last row, in the head that was fitted to the teacher's strongest Aggregate head, "
         "is above that of the teacher's on letters and on key-value pairs (paired 95% interval)"
@@ -242,6 +237,18 @@ def _left(here: pd.DataFrame, place: str) -> dict[str, float]:
         chance = float(by.chance.iloc[0])
         found[name] = float((by.accuracy[place] - chance) / (by.accuracy["nowhere"] - chance))
     return found
+
+
+def _percent(x: float) -> str:
+    return f"{100 * x:.0f}%".replace("-", "−")
+
+
+def _signed(x: float, digits: int = 2) -> str:
+    return f"{x:+.{digits}f}".replace("-", "−")
+
+
+def _points(gap: Interval) -> str:
+    return f"{_signed(100 * gap.value, 0)} [{_signed(100 * gap.low, 0)}, {_signed(100 * gap.high, 0)}] points"
 
 
 def _layers(layers: set[int]) -> str:
