@@ -27,7 +27,7 @@ ZAMBA2 = (
         decay=True,
     ),
 )
-#: pairs come before facts here: lists of three are short and quick, and mixed with facts they are learned far more slowly
+#: pairs come before facts here: lists of three are short, and mixed with facts they are learned far more slowly
 FALCON_MAMBA = (
     Stage("few pairs", {"few pairs": 1.0}, {"few pairs": 0.9}, most_steps=500, muon_lr=0.02, batch_size=32, warmup=20),
     Stage(
