@@ -24,7 +24,6 @@ from .measure import check_fits, sweep_under
 from .patterns import measure_patterns
 from .records import Record, Store
 from .stats import bootstrap
-from .sweep import Sweep
 from .task_choice import Asked
 from .tasks import Task
 
@@ -34,7 +33,8 @@ class DiscoverSettings:
     """What is asked and how much is measured.
 
     n_examples questions for each of `seeds`; exact_aggregate, exact_gather: numbers of heads up to which every head is
-    masked exactly; top: how many of the strongest estimates are then measured exactly.
+    masked exactly; top: how many of the strongest estimates are then measured exactly. layerwise: estimate with a pass
+    for each mixer, which is far better in models of few strong heads (see `attribution`), else with one for all.
     """
 
     asked: Asked = Asked()
@@ -43,6 +43,7 @@ class DiscoverSettings:
     exact_aggregate: int = 4096
     exact_gather: int = 128
     top: int = 20
+    layerwise: bool = False
 
     def check(self, lm: LanguageModel) -> None:
         """Raise `GAError` in one sentence if this cannot be done with `lm`, before any long work."""
@@ -84,16 +85,18 @@ def discover(
     settings = settings or DiscoverSettings()
     settings.check(lm)
     records: list[Record] = []
-    evidence, intact, chance = [], [], 0.0
-    for seed in settings.seeds:
-        task = settings.asked.task(lm, settings.n_examples, seed)
+    tasks = [settings.asked.task(lm, settings.n_examples, seed) for seed in settings.seeds]
+    intact = []
+    for task in tasks:
         probe = sweep_under(store, lm, task, "answer", "candidates", False, lm.head_list()[:1], records)
-        chance = task.chance
-        roles.check_testable(probe.intact_correct, chance, lm.name, task.name)
+        roles.check_testable(probe.intact_correct, task.chance, lm.name, task.name)
         intact.append(probe.intact_correct)
-    for seed in settings.seeds:
-        task = settings.asked.task(lm, settings.n_examples, seed)
-        evidence.append(_evidence(store, lm, task, seed, settings, records, progress))
+    effects = _estimates(store, lm, tasks, settings, records, progress)
+    evidence = [
+        _evidence(store, lm, task, seed, number, effects, records, progress)
+        for number, (seed, task) in enumerate(zip(settings.seeds, tasks, strict=True))
+    ]
+    chance = tasks[0].chance
     return Discovery(roles.verdicts(lm.name, evidence), settings, chance, np.concatenate(intact), records)
 
 
@@ -118,62 +121,85 @@ def discovered(
     return parse_heads(found.roles.heads(role)), found
 
 
-def _evidence(store, lm, task: Task, seed: int, settings: DiscoverSettings, records, progress: bool) -> roles.Evidence:
-    heads = tuple(lm.head_list())
-    if len(heads) <= settings.exact_aggregate:
-        answer, aggregate_exact = _loss(sweep_under(store, lm, task, "answer", "answer", progress, None, records)), None
-    else:
-        answer, aggregate_exact = _estimated(store, lm, task, "answer", settings.top, records, progress)
-    if len(heads) <= settings.exact_gather:
-        everywhere = _loss(sweep_under(store, lm, task, "all", "answer", progress, None, records))
-        exact = np.ones(len(heads), bool)
-    else:
-        everywhere, exact = _estimated(store, lm, task, "all", settings.top, records, progress, answer)
-    if aggregate_exact is not None:
-        exact &= aggregate_exact
-    found = _patterns(store, lm, task, records)
-    chance = float(np.mean([1 / len(e.segments) for e in task.examples]))
-    larger = {r: np.maximum(found[f"{r}_end"], found[f"{r}_value"]) for r in ("aggregate", "gather")}
-    return roles.Evidence(
-        seed, heads, answer, everywhere - answer, exact, found["right"], chance, larger["aggregate"], larger["gather"]
-    )
+@dataclass(frozen=True)
+class _Effects:
+    """Losses [h, n] of each task at the answer's positions and at all, and the numbers of the heads to measure exactly.
+
+    The others' losses are estimates.
+    """
+
+    answer: list[np.ndarray]
+    everywhere: list[np.ndarray]
+    fetch: np.ndarray
+    collect: np.ndarray
 
 
-def _loss(sweep: Sweep) -> np.ndarray:
+def _estimates(store, lm, tasks: Sequence[Task], settings: DiscoverSettings, records, progress: bool) -> _Effects:
+    """Which heads to measure: all that can be afforded, else the strongest by their estimates on all tasks together."""
+    every = np.arange(len(lm.head_list()))
+
+    def strongest(losses: list[np.ndarray]) -> np.ndarray:
+        mean = np.concatenate(losses, axis=1).mean(1)
+        return np.sort(np.argsort(-mean, kind="stable")[: settings.top])
+
+    def effects(positions: str, most: int) -> tuple[list[np.ndarray], bool]:
+        if len(every) <= most:
+            return [np.zeros((len(every), len(t.examples))) for t in tasks], True
+        return [_estimated(store, lm, t, positions, settings.layerwise, records, progress) for t in tasks], False
+
+    answer, all_answers = effects("answer", settings.exact_aggregate)
+    everywhere, all_places = effects("all", settings.exact_gather)
+    if not all_places and all_answers:  # what a head costs elsewhere is a difference of the two
+        heads = lm.head_list()
+        answer = [_exact(store, lm, t, "answer", heads, every, records, progress) for t in tasks]
+    fetch = every if all_answers else strongest(answer)
+    collect = every if all_places else strongest([e - a for e, a in zip(everywhere, answer, strict=True)])
+    return _Effects(answer, everywhere, np.union1d(fetch, collect), collect)
+
+
+def _exact(store, lm, task: Task, positions: str, heads, which: np.ndarray, records, progress: bool) -> np.ndarray:
+    """Losses [which, n] of the heads with the numbers `which`, each masked alone."""
+    some = None if len(which) == len(heads) else [heads[i] for i in which]
+    sweep = sweep_under(store, lm, task, positions, "answer", progress, some, records)
     return sweep.intact_logprob[None] - sweep.logprob
 
 
-def _estimated(
-    store: Store,
-    lm: LanguageModel,
-    task: Task,
-    positions: str,
-    top: int,
-    records: list[Record],
-    progress: bool,
-    less: np.ndarray | float = 0.0,
-) -> tuple[np.ndarray, np.ndarray]:
-    """First-order losses [h, n] of all heads with the exact ones of the strongest in their place, and which those are.
-
-    Strongest is meant after `less` [h, n] is taken off.
-    """
+def _evidence(store, lm, task: Task, seed: int, number: int, effects: _Effects, records, progress: bool):
+    """The evidence of one seed's questions, the task with this number."""
     heads = tuple(lm.head_list())
+    answer, everywhere = effects.answer[number].copy(), effects.everywhere[number].copy()
+    answer[effects.fetch] = _exact(store, lm, task, "answer", heads, effects.fetch, records, progress)
+    everywhere[effects.collect] = _exact(store, lm, task, "all", heads, effects.collect, records, progress)
+    found = _patterns(store, lm, task, records)
+    larger = {r: np.maximum(found[f"{r}_end"], found[f"{r}_value"]) for r in ("aggregate", "gather")}
+    return roles.Evidence(
+        seed=seed,
+        heads=heads,
+        aggregate=answer,
+        gather=everywhere - answer,
+        exact_aggregate=np.isin(np.arange(len(heads)), effects.fetch),
+        exact_gather=np.isin(np.arange(len(heads)), effects.collect),
+        right=found["right"],
+        chance=float(np.mean([1 / len(e.segments) for e in task.examples])),
+        aggregate_mass=larger["aggregate"],
+        gather_mass=larger["gather"],
+    )
+
+
+def _estimated(
+    store: Store, lm: LanguageModel, task: Task, positions: str, layerwise: bool, records: list[Record], progress: bool
+) -> np.ndarray:
+    """First-order losses of all heads, [h, n] nats."""
     key = {"kind": "attribution", "model": lm.describe(), "task": task.key(), "positions": positions}
-    key["code"] = code_hash("attribution")
+    key |= {"layerwise": layerwise, "code": code_hash("attribution")}
 
     def run():
-        return {"heads": len(heads)}, {"effect": attribute(lm, task, positions=positions, progress=progress).effect}
+        effect = attribute(lm, task, positions=positions, layerwise=layerwise, progress=progress).effect
+        return {"heads": len(effect)}, {"effect": effect}
 
     record = store.compute(key, run, _meta(lm))
     records.append(record)
-    loss = record.arrays["effect"].astype(np.float64)
-    order = np.argsort(-(loss - less).mean(1), kind="stable")[:top]
-    chosen = sorted(order.tolist())
-    exact = sweep_under(store, lm, task, positions, "answer", progress, [heads[i] for i in chosen], records)
-    loss[chosen] = _loss(exact)
-    measured = np.zeros(len(heads), bool)
-    measured[chosen] = True
-    return loss, measured
+    return record.arrays["effect"].astype(np.float64)
 
 
 def _patterns(store: Store, lm: LanguageModel, task: Task, records: list[Record]) -> dict[str, np.ndarray]:

@@ -34,6 +34,10 @@ def heads(
     exact_gather: Annotated[
         int, typer.Option(help="Measure the Gather role of every head exactly in models of up to so many heads.")
     ] = 128,
+    layerwise: Annotated[
+        bool,
+        typer.Option("--layerwise", help="Estimate with a pass for each layer: better where heads are few, slower."),
+    ] = False,
     store: Annotated[
         str | None,
         typer.Option(metavar="DIR", envvar="GA_STORE", help="Where records are kept.", show_default="results"),
@@ -58,7 +62,7 @@ def heads(
     if seeds < 1 or top < 1:
         raise GAError(f"--seeds {seeds} and --top {top} must be 1 or more.")
     asked = Asked(task, pairs)
-    settings = DiscoverSettings(asked, examples, range(1, seeds + 1), exact_gather=exact_gather)
+    settings = DiscoverSettings(asked, examples, range(1, seeds + 1), exact_gather=exact_gather, layerwise=layerwise)
     kept = Store(store)
     kept.check_writable()
     for name in resolve_models(model):

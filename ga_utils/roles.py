@@ -36,8 +36,9 @@ OWN = 0.5
 class Evidence:
     """What was measured on the questions of one seed: h heads, n questions.
 
-    aggregate, gather: [h, n] nats lost when the head is masked at the answer's positions, or everywhere else; exact
-    [h]: whether both were measured with the head masked (else one is a first-order estimate). right [h]: how often the
+    aggregate, gather: [h, n] nats lost when the head is masked at the answer's positions, or everywhere else;
+    exact_aggregate, exact_gather [h]: whether that was measured with the head masked (else it is a first-order
+    estimate). right [h]: how often the
     segment that the last row weighs most is the right one; chance: how often it would be by guessing; aggregate_mass,
     gather_mass [h]: mass of the last row on the segments' ends, and from a segment's end to the rest of its segment, at
     the line's end or the value's, whichever is larger.
@@ -47,7 +48,8 @@ class Evidence:
     heads: tuple[Head, ...]
     aggregate: np.ndarray
     gather: np.ndarray
-    exact: np.ndarray
+    exact_aggregate: np.ndarray
+    exact_gather: np.ndarray
     right: np.ndarray
     chance: float
     aggregate_mass: np.ndarray
@@ -81,15 +83,15 @@ def judge(evidence: Evidence) -> pd.DataFrame:
     table["index"] = [x.index for x in evidence.heads]
     bound = NormalDist().inv_cdf(1 - ALPHA / h)
     matters = {}
-    for role, loss, mass in (
-        ("aggregate", evidence.aggregate, evidence.aggregate_mass),
-        ("gather", evidence.gather, evidence.gather_mass),
+    for role, loss, mass, exact in (
+        ("aggregate", evidence.aggregate, evidence.aggregate_mass, evidence.exact_aggregate),
+        ("gather", evidence.gather, evidence.gather_mass, evidence.exact_gather),
     ):
         beyond = loss - np.median(loss, axis=0)  # what it costs more than a random head, question by question
         table[f"{role} loss"], table[f"{role} se"], table[f"{role} mass"] = loss.mean(1), _errors(loss), mass
-        matters[role] = (beyond.mean(1) > bound * _errors(beyond)) & evidence.exact
+        matters[role] = (beyond.mean(1) > bound * _errors(beyond)) & exact
     table["right"] = evidence.right
-    table["exact"] = evidence.exact
+    table["exact"] = evidence.exact_aggregate & evidence.exact_gather
     spread = np.sqrt(evidence.chance * (1 - evidence.chance) / n)
     aggregate = matters["aggregate"] & (evidence.right > evidence.chance + bound * spread)
     gather = matters["gather"] & (evidence.gather_mass >= OWN)
@@ -155,7 +157,8 @@ def _pooled(seeds: Sequence[Evidence]) -> Evidence:
         heads=seeds[0].heads,
         aggregate=np.concatenate([e.aggregate for e in seeds], 1),
         gather=np.concatenate([e.gather for e in seeds], 1),
-        exact=np.all([e.exact for e in seeds], axis=0),
+        exact_aggregate=np.all([e.exact_aggregate for e in seeds], axis=0),
+        exact_gather=np.all([e.exact_gather for e in seeds], axis=0),
         right=mean("right"),
         chance=float(mean("chance")),
         aggregate_mass=mean("aggregate_mass"),

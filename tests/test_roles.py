@@ -23,7 +23,7 @@ def evidence(seed=1, aggregate=None, gather=None, right=(), own=(), exact=None):
     rate[list(right)], mass[list(own)] = 0.9, 0.9
     exact = np.ones(len(HEADS), bool) if exact is None else exact
     return roles.Evidence(
-        seed, HEADS, found["aggregate"], found["gather"], exact, rate, 0.1, np.full(len(HEADS), 0.3), mass
+        seed, HEADS, found["aggregate"], found["gather"], exact, exact, rate, 0.1, np.full(len(HEADS), 0.3), mass
     )
 
 
