@@ -170,7 +170,7 @@ def _sum_of_contributions(site, x: Tensor) -> Tensor:
 def _check_addresses(lm: LanguageModel) -> float:
     """0 if one head beyond the last of every site, and one layer beyond the last, is refused; else 1."""
     beyond = [Head(s.layer, s.n_heads, None if s.primary else s.kind) for s in lm.sites]
-    for head in [*beyond, Head(lm.n_layers, 0)]:
+    for head in [*beyond, Head(1 + max(s.layer for s in lm.sites), 0)]:
         try:
             lm.site(head)
         except HeadError:
