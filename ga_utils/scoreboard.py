@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from . import claims_heads, claims_layers
+from . import claims_heads, claims_layers, claims_transfer
 from .claims import KV_CLAIM, Verdict
 from .codehash import folder_hash
 from .errors import GAError
@@ -42,22 +42,13 @@ CLAIMS = (
     Claim("C4", claims_layers.C4, "Table 1", "table1"),
     Claim("C5", claims_layers.C5, "Table 1"),
     Claim("C6", KV_CLAIM, "Figure 4"),
-    Claim(
-        "C7",
-        "Gather heads collect a segment into its last token, Aggregate heads fetch the right segment's last token.",
-        "attention maps",
-    ),
-    Claim("C8", "SSM heads gather and aggregate with smoother patterns than attention heads.", "attention maps"),
+    Claim("C7", claims_transfer.C7, "attention maps"),
+    Claim("C8", claims_transfer.C8, "attention maps"),
     Claim("C9", claims_heads.SPREAD_CLAIM, "sections 5 and 6", "head_removal"),
     Claim("C10", claims_heads.FEW_CLAIM, "throughout"),
-    Claim("C11", "Hybrids give the Aggregate role to their attention layers.", "section 6.3", "hybrid_delegation"),
-    Claim(
-        "C12",
-        "Putting the teacher's layer with the Aggregate head into the SSM restores retrieval.",
-        "Figure 7",
-        "fig7",
-    ),
-    Claim("C13", "The Aggregate head alone does it.", "rebuttal", "head_replacement"),
+    Claim("C11", claims_transfer.C11, "section 6.3", "hybrid_delegation"),
+    Claim("C12", claims_transfer.C12, "Figure 7", "fig7"),
+    Claim("C13", claims_transfer.C13, "rebuttal", "head_replacement"),
     Claim("C14", "The bottleneck reaches beyond multiple choice.", "table of other tasks"),
     Claim("C15", "The heads sit in the middle layers.", "rebuttal"),
 )
