@@ -171,17 +171,12 @@ def made_table(members: Sequence[Member]) -> pd.DataFrame:
     rows = []
     for m in members:
         lines = [f"{name} ({n:,})" for name, n in stage_steps(m).items()]
-        if off := pruned(m):
-            lines.append(f"pruned: {', '.join(off)}")
+        off = pruned(m)
+        for i in range(0, len(off), 4):  # a long line would push the table off the page
+            lines.append(("pruned: " if i == 0 else "") + ", ".join(off[i : i + 4]))
+        lines.append(f"in {m.record['cpu_seconds']:,} CPU seconds")
         start = m.record["recipe"].get("start") or "random weights"
-        rows.append(
-            {
-                "model": m.lm.name,
-                "made from": f"{start}, seed {m.seed}" if m.seed and start in FAMILIES else start,
-                "stages (steps)": "<br>".join(lines),
-                "CPU seconds": f"{m.record['cpu_seconds']:,}",
-            }
-        )
+        rows.append({"model": m.lm.name, "made from": start, "stages (steps)": "<br>".join(lines)})
     return pd.DataFrame(rows)
 
 
