@@ -97,11 +97,12 @@ class Curve:
         return bootstrap(lambda g: (g[1].mean() - self.chance) / (g[0].mean() - self.chance), both)
 
 
-def sizes_for(n_heads: int, most: float = 0.2) -> list[int]:
-    """Numbers of heads to remove: 1, 2, 4, ... up to `most` of all (at least 4), and the last below `SHARE`."""
-    top = max(4, int(most * n_heads))
-    found = {2**i for i in range(20) if 2**i <= min(top, n_heads - 1)}
+def sizes_for(n_heads: int, most: float = 0.1) -> list[int]:
+    """Numbers of heads to remove: the last below `SHARE` of all, and 1, 2, 4, ... up to `most` of all (at least 4), less
+    those within a third of it."""
     last = int(np.ceil(SHARE * n_heads)) - 1
+    top = min(max(4, int(most * n_heads)), n_heads - 1)
+    found = {2**i for i in range(20) if 2**i <= top and not (last > 4 and 0.75 < 2**i / last < 1.34)}
     return sorted(found | ({last} if last >= 1 else set()))
 
 
@@ -111,7 +112,7 @@ def measure(
     task: Task,
     ranked: Sequence[Head],
     sizes: Sequence[int] | None = None,
-    keep: Sequence[int] = (1, 2, 4, 8),
+    keep: Sequence[int] = (1, 4),
     n_random: int = 2,
     positions: str = "all",
     seed: int = 0,

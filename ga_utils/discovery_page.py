@@ -21,6 +21,8 @@ from .records import Record, Store
 from .registry import find_spec
 from .roles import AtChance, Roles
 
+#: heads whose depth is told
+MOST = 8
 #: what the columns of a head table are called on the page
 COLUMNS = {
     "aggregate loss": "loss at the answer (nats)",
@@ -191,7 +193,7 @@ def depths(found: Sequence[ModelPage]) -> str:
     for m in found:
         if m.roles is None:
             continue
-        table = m.roles.table[m.roles.table.role.str.contains("Gather|Aggregate")]
+        table = m.roles.table[m.roles.table.role.str.contains("Gather|Aggregate")].head(MOST)
         if len(table):
             named = {str(h): h for h in parse_heads(list(table["head"]))}
             deep = claims_heads.depths(list(named.values()), m.n_layers)
@@ -200,7 +202,7 @@ def depths(found: Sequence[ModelPage]) -> str:
     listed = ". ".join(parts) or "no head has a role"
     return (
         "> **Claim C15**, reported only: the heads sit in the middle layers.\n\n"
-        f"Depth, from 0 (first layer) to 1 (last): {listed}."
+        f"Depth of the {MOST} strongest heads with a role, from 0 (first layer) to 1 (last): {listed}."
     )
 
 

@@ -26,8 +26,10 @@ def curve(removed=None, random=None, width=None, n_heads=200, intact=0.9, name="
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("n, sizes", [(24, [1, 2, 4]), (270, [1, 2, 4, 8, 13, 16, 32]), (100, [1, 2, 4, 8, 16])])
-def test_sizes_double_up_to_a_fifth_and_hold_the_last_below_five_percent(n, sizes):
+@pytest.mark.parametrize(
+    "n, sizes", [(24, [1, 2, 4]), (270, [1, 2, 4, 8, 13]), (100, [1, 2, 4, 8]), (384, [1, 2, 4, 8, 19, 32])]
+)
+def test_sizes_double_up_to_a_tenth_and_hold_the_last_below_five_percent(n, sizes):
     assert concentration.sizes_for(n) == sizes
     below = [k for k in sizes if k < 0.05 * n]
     assert not below or max(below) == int(np.ceil(0.05 * n)) - 1
