@@ -98,8 +98,10 @@ class Curve:
 
 
 def sizes_for(n_heads: int, most: float = 0.1) -> list[int]:
-    """Numbers of heads to remove: the last below `SHARE` of all, and 1, 2, 4, ... up to `most` of all (at least 4), less
-    those within a third of it."""
+    """Numbers of heads to remove: the last below `SHARE` of all, and 1, 2, 4, ... up to `most` of all (at least 4).
+
+    Powers of two within a third of that last number are left out.
+    """
     last = int(np.ceil(SHARE * n_heads)) - 1
     top = min(max(4, int(most * n_heads)), n_heads - 1)
     found = {2**i for i in range(20) if 2**i <= top and not (last > 4 and 0.75 < 2**i / last < 1.34)}
