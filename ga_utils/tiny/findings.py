@@ -240,7 +240,7 @@ def _left(here: pd.DataFrame, place: str) -> dict[str, float]:
 
 
 def _percent(x: float) -> str:
-    return f"{100 * x:.0f}%".replace("-", "−")
+    return f"{round(100 * x)}%".replace("-", "−")
 
 
 def _signed(x: float, digits: int = 2) -> str:

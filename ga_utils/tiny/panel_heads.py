@@ -268,7 +268,7 @@ def shares_table(frame: pd.DataFrame) -> pd.DataFrame:
     """`shares` as the page shows it, in percent."""
 
     def percent(x: float) -> str:
-        return f"{100 * x:.0f}".replace("-", "−")
+        return f"{round(100 * x)}".replace("-", "−")
 
     rows = []
     for r in frame.to_dict("records"):
