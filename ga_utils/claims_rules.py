@@ -45,7 +45,7 @@ def judge(claim: str, model: str, said: str, checks: Sequence[Check], wrong: str
     missed = [c for c in checks if not c.clears(whole=False)]
     doubtful = [c for c in checks if c not in missed and not c.clears(whole=True)]
     there = [c.there for c in checks if c.there is not None]
-    because = said
+    because = said.strip()
     if wrong:
         because += f" {wrong}"
     if missed:

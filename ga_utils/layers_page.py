@@ -1,183 +1,122 @@
 """On which layers and heads do letters hang? What Figures 2 and 3 and Table 1 of the paper measure, on one model.
 
-Letters (multiple choice answered by the letter) need retrieval and knowledge, the knowledge score needs no retrieval:
-both are asked of a model that is cut from the top, of its *minimal model* with one layer out, and of the minimal model
-with heads masked. The minimal model is found by rule, not by eye: the fewest layers at which letters keep at least
-`FLAT` of their score above chance, there and at every larger cut.
+Letters (multiple choice answered by the letter) need retrieval and knowledge, the knowledge score needs no retrieval,
+key-value pairs need no knowledge: all three are asked of a model that is cut from the top, of its *minimal model* with
+one layer out, and of the minimal model with heads masked. The minimal model is found by rule, not by eye: the fewest
+layers at which letters keep at least `FLAT` of their score above chance, there and at every larger cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-import pandas as pd
 from tqdm import tqdm
 
-from . import claims_layers
-from .claims import Verdict
+from .claims_layers import Answers
+from .claims_rules import above_chance
 from .concentration import others
 from .discover import DiscoverSettings, discover
 from .errors import GAError, TaskError
 from .heads import Head, parse_heads
 from .language_model import LanguageModel
-from .measure import Condition, random_draws, score_under
+from .layers_shown import KEPT, TASKS, LayersPage, paper_numbers
+from .live_heads import random_beside
+from .measure import Condition, check_fits, score_under
 from .records import Record, Store
-from .stats import stderr
+from .roles import AtChance
 from .surgery import drop_layers, truncate
 from .task_choice import Asked
+from .tasks import Task
+
+__all__ = ["LayersPage", "Settings", "measure", "minimal_layers", "paper_numbers"]
 
 #: share of the letter score above chance that a cut may not fall below
 FLAT = 0.9
-TASKS = ("letter", "knowledge")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How many questions, from which seeds; `letters` is the kind of letter questions."""
+    """How many questions, from which seed; how heads are found; n_random heads stand beside each masked one."""
 
     n_examples: int
     seed: int
     find: DiscoverSettings
     n_random: int = 3
+    n_pairs: int = 8
 
     def check(self, lm: LanguageModel) -> None:
-        """Raise `GAError` in one sentence if anything here cannot be done with `lm`, before any long work."""
+        """Raise `GAError` in one sentence if anything here cannot be done with `lm`, before any long work.
+
+        A model that cannot be asked letters is no error: the page says so (`why_not`).
+        """
         if self.n_examples < 10 or self.n_random < 1:
             raise GAError("n_examples must be 10 or more and n_random 1 or more, or nothing can be compared.")
         if self.seed in self.find.seeds:
             raise GAError(f"seed={self.seed} is among find_seeds: heads must be found on other questions.")
-        for kind in TASKS:
-            Asked(kind).task(lm, 1, self.seed)
-        self.find.check(lm)
+        if not self.why_not(lm):
+            self.find.check(lm)
+            for task in self.tasks(lm):
+                check_fits(lm, task)
 
+    def tasks(self, lm: LanguageModel) -> list[Task]:
+        """The questions of each of `TASKS`."""
+        return [Asked(kind, self.n_pairs).task(lm, self.n_examples, self.seed) for kind in TASKS]
 
-@dataclass(frozen=True)
-class LayersPage:
-    """What was measured on one model; answers are (letters [n], knowledge [m]).
-
-    cuts: layers kept -> answers. minimal: the minimal model's number of layers. dropped: layer -> answers of the
-    minimal
-    model without it. gather, aggregate: the heads found in the intact model, strongest first, that are in the minimal
-    model. rows: Table 1, label -> answers; single: masked head and role -> answers; random: [draws, n] letters with one
-    random head masked.
-    """
-
-    model: str
-    title: str
-    source: str
-    revision: str | None
-    n_layers: int
-    chances: tuple[float, float]
-    cuts: dict[int, claims_layers.Pair]
-    minimal: int
-    dropped: dict[int, claims_layers.Pair]
-    gather: tuple[Head, ...]
-    aggregate: tuple[Head, ...]
-    rows: dict[str, claims_layers.Pair]
-    single: dict[str, claims_layers.Pair]
-    random: np.ndarray
-    records: list[Record]
-
-    def curve(self) -> pd.DataFrame:
-        """Figure 2: one row for each number of layers kept and task."""
-        return self._frame({k: v for k, v in sorted(self.cuts.items())}, "layers kept")
-
-    def drops(self) -> pd.DataFrame:
-        """Figure 3: one row for each layer taken out of the minimal model, and task."""
-        return self._frame(self.dropped, "layer taken out")
-
-    def table(self) -> pd.DataFrame:
-        """Table 1, in percent with standard errors."""
-        return pd.DataFrame(
-            [
-                {"condition": label, **{t: _percent(c) for t, c in zip(TASKS, pair, strict=True)}}
-                for label, pair in self.rows.items()
-            ]
-        )
-
-    def verdicts(self) -> list[Verdict]:
-        """Claims C1 to C5 on this model."""
-        base = self.cuts[self.minimal]
-        layers = dict.fromkeys(h.layer for h in (*self.gather[:1], *self.aggregate[:1]))
-        kept = {k: self.rows[v] for k, v in KEPT.items() if v in self.rows}
-        return [
-            claims_layers.one_layer(self.model, self.cuts, self.minimal, self.chances),
-            claims_layers.little_knowledge(self.model, self.cuts, self.minimal, self.chances),
-            claims_layers.two_layers(self.model, base, self.dropped, list(layers), self.chances),
-            claims_layers.one_head(self.model, base, self.single, self.random, self.chances),
-            claims_layers.heads_suffice(self.model, base, kept, self.chances),
-        ]
-
-    def _frame(self, found: dict, name: str) -> pd.DataFrame:
-        rows = []
-        for key, pair in found.items():
-            for task, correct, chance in zip(TASKS, pair, self.chances, strict=True):
-                rows.append(
-                    {
-                        "model": self.model, name: key, "task": task, "accuracy": float(correct.mean()),
-                        "stderr": stderr(correct), "chance": chance,
-                    }
-                )  # fmt: skip
-        return pd.DataFrame(rows)
-
-
-KEPT = {
-    "both": "only Gather and Aggregate heads kept in their layers",
-    "gather": "only Gather heads kept",
-    "aggregate": "only Aggregate heads kept",
-}
+    def why_not(self, lm: LanguageModel) -> str:
+        """Why `lm` cannot be asked letters, in a sentence; empty if it can."""
+        try:
+            for kind in ("letter", "knowledge"):
+                Asked(kind).task(lm, 1, self.seed)
+        except TaskError as error:
+            return str(error)
+        return ""
 
 
 def measure(store: Store, lm: LanguageModel, settings: Settings, progress: bool = True) -> LayersPage:
     """Measure one model; what the store holds is not measured again."""
     settings.check(lm)
+    full = lm.n_layers
+    page = LayersPage(lm.name, lm.title, lm.source, lm.revision, full)
+    if why := settings.why_not(lm):
+        return replace(page, why=why)
     records: list[Record] = []
-    tasks = [Asked(kind).task(lm, settings.n_examples, settings.seed) for kind in TASKS]
+    tasks = settings.tasks(lm)
 
-    def ask(model: LanguageModel, condition: Condition) -> claims_layers.Pair:
-        found = [score_under(store, model, task, condition) for task in tasks]
+    def ask(model: LanguageModel, *heads: Head) -> Answers:
+        found = [score_under(store, model, task, Condition("", heads)) for task in tasks]
         records.extend(found)
         return tuple(r.arrays["correct"] for r in found)
 
-    intact = Condition("intact")
-    full = lm.n_layers
-    cuts = {full: ask(lm, intact)}
+    cuts = {full: ask(lm)}
     for k in tqdm(range(full - 1, 0, -1), desc=f"{lm.name}: layers kept", disable=not progress):
         with truncate(lm, k) as cut:
-            cuts[k] = ask(cut, intact)
-    chances = (tasks[0].chance, tasks[1].chance)
-    minimal = minimal_layers({k: v[0] for k, v in cuts.items()}, chances[0])
-    found = discover(store, lm, settings.find, progress).roles
-    records_of = {}
-    for role in ("gather", "aggregate"):
-        try:
-            names = found.heads(role)
-        except TaskError:
-            names = []
-        records_of[role] = tuple(h for h in parse_heads(names) if h.layer < minimal) if names else ()
-    gather, aggregate = records_of["gather"], records_of["aggregate"]
-    dropped, rows, single, random = {}, {}, {}, np.zeros((0, settings.n_examples), bool)
+            cuts[k] = ask(cut)
+    chances = tuple(t.chance for t in tasks)
+    gather, aggregate, minimal = (), (), full
+    if above_chance(cuts[full][0], chances[0]):
+        minimal = minimal_layers({k: v[0] for k, v in cuts.items()}, chances[0])
+        gather, aggregate, why = _heads(store, lm, settings, minimal, records, progress)
+    else:
+        why = f"Letters are at chance ({100 * chances[0]:.0f}%), so there is no minimal model and no head to be found."
+    dropped, rows, single, controls, random = {}, {}, {}, {}, {}
     with truncate(lm, minimal) as cut:
-        for layer in tqdm(range(minimal), desc=f"{lm.name}: one layer out", disable=not progress):
-            if minimal > 1:
-                with drop_layers(cut, layer) as less:
-                    dropped[layer] = ask(less, intact)
-        for label, heads in _table(cut, gather, aggregate).items():
-            rows[label] = ask(cut, Condition(label, heads))
-        for role, heads in (("Gather", gather), ("Aggregate", aggregate)):
-            if heads:
-                single[f"{heads[0]} ({role})"] = rows[f"{heads[0]} masked ({role})"]
-        firsts = tuple(dict.fromkeys(h for heads in (gather, aggregate) for h in heads[:1]))
-        drawn = [d for h in firsts for d in random_draws(cut, (h,), settings.n_random)]
-        if drawn:
-            random = np.stack([ask(cut, Condition("a random head masked", d))[0] for d in drawn])
-            rows["a random head of the same layers masked"] = ask(cut, Condition("a random head masked", drawn[0]))
-    return LayersPage(
-        lm.name, lm.title, lm.source, lm.revision, full, chances, cuts, minimal, dropped, gather, aggregate, rows,
-        single,
-        random, records,
+        for layer in tqdm(range(minimal if minimal > 1 else 0), desc=f"{lm.name}: layers out", disable=not progress):
+            with drop_layers(cut, layer) as less:
+                dropped[layer] = ask(less)
+        for label, heads in tqdm(_table(cut, gather, aggregate).items(), f"{lm.name}: heads", disable=not progress):
+            rows[label] = ask(cut, *heads)
+        named = [(f"{h[0]} ({role})", h[0]) for role, h in (("Gather", gather), ("Aggregate", aggregate)) if h]
+        for name, head in named:
+            single[name] = rows[_masked(name)]
+            controls[name] = random_beside(cut, head, settings.n_random, settings.seed, [h for _, h in named])
+            drawn = [ask(cut, h) for h in controls[name]]
+            random[name] = np.array([a[0] for a in drawn])
+            rows |= {f"{h} masked (random, beside {head})": a for h, a in zip(controls[name], drawn, strict=True)}
+    return replace(
+        page, why=why, chances=chances, cuts=cuts, minimal=minimal, dropped=dropped, gather=gather,
+        aggregate=aggregate, rows=rows, single=single, controls=controls, random=random, records=tuple(records),
     )  # fmt: skip
 
 
@@ -196,14 +135,44 @@ def minimal_layers(letters: dict[int, np.ndarray], chance: float) -> int:
     return least
 
 
+def _heads(
+    store: Store, lm: LanguageModel, settings: Settings, minimal: int, records: list[Record], progress: bool
+) -> tuple[tuple[Head, ...], tuple[Head, ...], str]:
+    """Gather and Aggregate heads of the first `minimal` layers, found in the intact model, and why none was."""
+    try:
+        found = discover(store, lm, settings.find, progress)
+    except AtChance as error:
+        return (), (), str(error)
+    records.extend(found.records)
+    heads, why = [], []
+    for role in ("gather", "aggregate"):
+        try:
+            every = tuple(parse_heads(found.roles.heads(role)))
+        except TaskError as error:
+            heads.append(())
+            why.append(str(error))
+            continue
+        heads.append(tuple(h for h in every if h.layer < minimal))
+        if not heads[-1]:
+            why.append(
+                f"The {role.capitalize()} heads found ({', '.join(map(str, every))}) lie above the minimal model."
+            )
+    return heads[0], heads[1], " ".join(why)
+
+
 def _table(lm: LanguageModel, gather: Sequence[Head], aggregate: Sequence[Head]) -> dict[str, tuple[Head, ...]]:
-    """Table 1's rows: label -> the heads that are masked. The layers are those that hold heads with a role."""
+    """Table 1's rows: label -> the heads that are masked.
+
+    Two layers alone are touched, as in the paper: those of the strongest Gather and of the strongest Aggregate head.
+    """
     rows: dict[str, tuple[Head, ...]] = {"minimal model": ()}
+    two = {h.layer for h in (*gather[:1], *aggregate[:1])}
+    gather, aggregate = (tuple(h for h in heads if h.layer in two) for heads in (gather, aggregate))
     named = tuple(dict.fromkeys((*gather, *aggregate)))
     if not named:
         return rows
     every = others(lm, named) + named
-    rows["all heads of these layers masked"] = every
+    rows["all heads of their layers masked"] = every
     if gather:
         rows[KEPT["gather"]] = tuple(h for h in every if h not in gather)
     if aggregate:
@@ -211,10 +180,10 @@ def _table(lm: LanguageModel, gather: Sequence[Head], aggregate: Sequence[Head])
     if gather and aggregate:
         rows[KEPT["both"]] = others(lm, named)
     for role, heads in (("Gather", gather), ("Aggregate", aggregate)):
-        for head in heads:
-            rows[f"{head} masked ({role})"] = (head,)
+        rows |= {_masked(f"{head} ({role})"): (head,) for head in heads}
     return rows
 
 
-def _percent(correct: np.ndarray) -> str:
-    return f"{100 * correct.mean():.1f} ± {100 * stderr(correct):.1f}"
+def _masked(name: str) -> str:
+    head, role = name.split(" ", 1)
+    return f"{head} masked {role}"
