@@ -32,9 +32,9 @@ FALCON_MAMBA = (
     Stage("few pairs", {"few pairs": 1.0}, {"few pairs": 0.9}, most_steps=500, muon_lr=0.02, batch_size=32, warmup=20),
     Stage(
         "facts and pairs",
-        {"cloze": 0.2, "kv": 0.8},
+        {"cloze": 0.4, "kv": 0.6},
         PAIRS,
-        most_steps=150,
+        most_steps=350,
         muon_lr=0.02,
         batch_size=32,
         warmup=1,
