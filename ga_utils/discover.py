@@ -123,13 +123,14 @@ def discovered(
 
 @dataclass(frozen=True)
 class _Effects:
-    """Losses [h, n] of each task at the answer's positions and at all, and the numbers of the heads to measure exactly.
+    """Estimated losses [h, n] of each task at the answer's positions and elsewhere, and the heads to measure exactly.
 
-    The others' losses are estimates.
+    fetch, collect: numbers of the heads that are measured at the answer's positions, and elsewhere as well. Estimates
+    are 0 where every head is measured.
     """
 
     answer: list[np.ndarray]
-    everywhere: list[np.ndarray]
+    elsewhere: list[np.ndarray]
     fetch: np.ndarray
     collect: np.ndarray
 
@@ -138,23 +139,24 @@ def _estimates(store, lm, tasks: Sequence[Task], settings: DiscoverSettings, rec
     """Which heads to measure: all that can be afforded, else the strongest by their estimates on all tasks together."""
     every = np.arange(len(lm.head_list()))
 
+    def estimated(positions: str) -> list[np.ndarray]:
+        return [_estimated(store, lm, t, positions, settings.layerwise, records, progress) for t in tasks]
+
     def strongest(losses: list[np.ndarray]) -> np.ndarray:
         mean = np.concatenate(losses, axis=1).mean(1)
         return np.sort(np.argsort(-mean, kind="stable")[: settings.top])
 
-    def effects(positions: str, most: int) -> tuple[list[np.ndarray], bool]:
-        if len(every) <= most:
-            return [np.zeros((len(every), len(t.examples))) for t in tasks], True
-        return [_estimated(store, lm, t, positions, settings.layerwise, records, progress) for t in tasks], False
-
-    answer, all_answers = effects("answer", settings.exact_aggregate)
-    everywhere, all_places = effects("all", settings.exact_gather)
-    if not all_places and all_answers:  # what a head costs elsewhere is a difference of the two
-        heads = lm.head_list()
-        answer = [_exact(store, lm, t, "answer", heads, every, records, progress) for t in tasks]
-    fetch = every if all_answers else strongest(answer)
-    collect = every if all_places else strongest([e - a for e, a in zip(everywhere, answer, strict=True)])
-    return _Effects(answer, everywhere, np.union1d(fetch, collect), collect)
+    answer = elsewhere = [np.zeros((len(every), len(t.examples))) for t in tasks]
+    fetch = collect = every
+    if len(every) > min(settings.exact_aggregate, settings.exact_gather):
+        answer = estimated("answer")
+    if len(every) > settings.exact_gather:
+        # both by estimates: the difference of an exact effect and an estimate would be neither
+        elsewhere = [e - a for e, a in zip(estimated("all"), answer, strict=True)]
+        collect = strongest(elsewhere)
+    if len(every) > settings.exact_aggregate:
+        fetch = np.union1d(strongest(answer), collect)
+    return _Effects(answer, elsewhere, fetch, collect)
 
 
 def _exact(store, lm, task: Task, positions: str, heads, which: np.ndarray, records, progress: bool) -> np.ndarray:
@@ -167,16 +169,17 @@ def _exact(store, lm, task: Task, positions: str, heads, which: np.ndarray, reco
 def _evidence(store, lm, task: Task, seed: int, number: int, effects: _Effects, records, progress: bool):
     """The evidence of one seed's questions, the task with this number."""
     heads = tuple(lm.head_list())
-    answer, everywhere = effects.answer[number].copy(), effects.everywhere[number].copy()
+    answer, elsewhere = effects.answer[number].copy(), effects.elsewhere[number].copy()
     answer[effects.fetch] = _exact(store, lm, task, "answer", heads, effects.fetch, records, progress)
-    everywhere[effects.collect] = _exact(store, lm, task, "all", heads, effects.collect, records, progress)
+    everywhere = _exact(store, lm, task, "all", heads, effects.collect, records, progress)
+    elsewhere[effects.collect] = everywhere - answer[effects.collect]
     found = _patterns(store, lm, task, records)
     larger = {r: np.maximum(found[f"{r}_end"], found[f"{r}_value"]) for r in ("aggregate", "gather")}
     return roles.Evidence(
         seed=seed,
         heads=heads,
         aggregate=answer,
-        gather=everywhere - answer,
+        gather=elsewhere,
         exact_aggregate=np.isin(np.arange(len(heads)), effects.fetch),
         exact_gather=np.isin(np.arange(len(heads)), effects.collect),
         right=found["right"],

@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from ga_utils import cli, discover, roles
+from ga_utils.attribution import attribute
 from ga_utils.discover import DiscoverSettings
 from ga_utils.errors import GAError
 from ga_utils.models import load, wrap
@@ -63,6 +64,18 @@ def test_estimates_lead_to_the_same_heads(lm, store, planted):
     for column in ("aggregate loss", "gather loss"):
         assert table[column][gather] == pytest.approx(exact[column][gather], abs=1e-4)
     assert table["aggregate loss"][aggregate] == pytest.approx(exact["aggregate loss"][aggregate], abs=1e-4)
+
+
+def test_an_effect_and_an_estimate_are_never_subtracted(lm, store):
+    """What a mask costs elsewhere is a difference of two effects, or of two estimates, of the same head."""
+    some = DiscoverSettings(Asked("letter"), 16, (1,), exact_gather=4, top=3)
+    table = discover.discover(store, lm, some, progress=False).roles.table.set_index("head")
+    task = Asked("letter").task(lm, 16, 1)
+    everywhere, answer = (attribute(lm, task, positions=p).effect.mean(1) for p in ("all", "answer"))
+    estimates = dict(zip(map(str, lm.head_list()), everywhere - answer, strict=True))
+    assert table.exact.sum() == 3
+    for head in table.index[~table.exact]:
+        assert table["gather loss"][head] == pytest.approx(estimates[head], abs=1e-4)
 
 
 def test_a_model_without_retrieval_yields_no_heads(lm, tmp_path):
