@@ -101,8 +101,8 @@ def two_layers(
     if not above_chance(intact[0], chances[0]):
         return Verdict("C3", model, "not testable", _LETTERS.format("the minimal model"), {})
     if len(named) < 2:
-        which = f"both in layer {named[0]}" if named else "not there"
-        why = f"The claim is about two layers, but the strongest Gather and Aggregate heads are {which}."
+        which = f"lie in layer {named[0]} alone" if named else "are not there"
+        why = f"The claim is about two layers, but heads with a role {which}."
         return Verdict("C3", model, "not testable", why, {})
     checks, alike = [], []
     unknown = not above_chance(intact[1], chances[1])

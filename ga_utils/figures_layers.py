@@ -39,7 +39,7 @@ def layers_kept(table: pd.DataFrame, minimal: Mapping[str, int]) -> Figure:
             layers = f"minimal model: {minimal[model]} layer{'s' * (minimal[model] > 1)}"
             _above(ax, minimal[model], layers, "right" if minimal[model] > 0.6 * right else "left")
         _finish(ax, model, here, right, ends)
-        ax.set_xlim(1 - 0.05 * right, 1.02 * right)
+        ax.set_xlim(1 - 0.05 * right, 1.01 * right)
         ax.set_xticks(_ticks(1, right))
         ax.set_xlabel("layers kept, counted from the input")
     return fig

@@ -101,8 +101,8 @@ SPARED, LOST, ALL = answers(1.0), answers(0.25), answers(0.25, 0.25)
         ({0: LOST, 1: LOST, 2: LOST, 3: LOST}, [2, 3], "partly", "Layers 0, 1 also cost over half"),
         ({0: ALL, 1: SPARED, 2: ALL, 3: LOST}, [2, 3], "partly", "knowledge lost without layer 2"),
         ({0: ALL, 1: SPARED, 2: SPARED, 3: SPARED}, [2, 3], "not", "letters lost without layer 2"),
-        ({0: ALL, 1: SPARED, 2: LOST, 3: LOST}, [3], "not testable", "both in layer 3"),
-        ({0: ALL, 1: SPARED, 2: LOST, 3: LOST}, [], "not testable", "not there"),
+        ({0: ALL, 1: SPARED, 2: LOST, 3: LOST}, [3], "not testable", "in layer 3 alone"),
+        ({0: ALL, 1: SPARED, 2: LOST, 3: LOST}, [], "not testable", "are not there"),
     ],
 )
 def test_c3_asks_for_the_heads_layers_and_no_other(dropped, named, verdict, says):
