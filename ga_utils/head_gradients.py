@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .caches import CACHE_NAMES, Forward, structure_key
+from .caches import CACHE_NAMES, Forward
 from .errors import ModelError
 from .language_model import LanguageModel
 from .masking import _measure_fills, _prompts, _SiteMask, check_input
@@ -25,11 +24,6 @@ from .positions import Where
 from .sites import HeadSite, find_layers
 from .tasks.tokens import EncodedExample
 from .variants import out_of_memory
-
-#: log-probability (nats) by which the step of the finite-difference check moves the answer, to first order
-STEP = 0.05
-#: largest relative difference between that step's effect and what the gradients say
-TOLERANCE = 0.1
 
 
 class Gradients:
@@ -252,51 +246,3 @@ def _differentiable(lm: LanguageModel, embeddings: bool) -> Iterator[list[Tensor
             h.remove()
         for p in wanted:
             p.requires_grad_(True)
-
-
-def check_differentiable(lm: LanguageModel) -> None:
-    """Raise `ModelError` for a model that cannot be differentiated, as far as its weights tell."""
-    if lm.model.training:
-        raise ModelError("The model is in training mode, where dropout changes gradients: call lm.model.eval() first.")
-    if not lm.dtype.is_floating_point:
-        raise ModelError(f"{lm.name} holds its embeddings as {lm.dtype}, which gives no gradient: load it in float32.")
-    for name, p in [*lm.model.named_parameters(), *lm.model.named_buffers()]:
-        if p.is_inference():
-            raise ModelError(
-                f"{lm.name} was loaded under torch.inference_mode() ({name} is an inference tensor), which gives no "
-                "gradient: load it outside."
-            )
-        if p.device.type == "meta":
-            raise ModelError(f"{name} is offloaded: load the model on devices that hold it whole.")
-
-
-_checked: weakref.WeakKeyDictionary[nn.Module, set[tuple]] = weakref.WeakKeyDictionary()
-
-
-def check_gradients(gradients: Gradients, item: EncodedExample, number: int) -> None:
-    """Raise `ModelError` unless the gradients agree with a finite difference on this model, checked on one example.
-
-    Kernels that are made for inference may break part of the gradient without an error. All heads are moved a little
-    towards their masks or away, each by the sign of its change, so that the effects add up. Done once for a model;
-    not in half precision, where rounding hides the step (there only missing gradients are noticed).
-    """
-    lm = gradients.lm
-    if lm.dtype not in (torch.float32, torch.float64):
-        return
-    where = gradients.where.positions
-    key = (structure_key(lm.model), str(lm.device), where, gradients.recompute, frozenset(gradients.sites))
-    if key in _checked.setdefault(lm.model, set()):
-        return
-    _, changes = gradients.ask([item], [number])
-    change = changes[:, 0].double().sum(1)
-    size = float(change.abs().sum())
-    if size > 0:
-        steps = change.sign() * min(STEP / size, 0.01)
-        up, down = (gradients.values([item], [number], s * steps).double().nansum() for s in (-1, 1))
-        told, seen = float((change * steps).sum()), float(up - down) / 2
-        if abs(told - seen) > TOLERANCE * told:
-            raise ModelError(
-                f"The gradients of {lm.name} are wrong: a small step that should cost {told:.4f} nats costs "
-                f"{seen:.4f}. A kernel may be made for inference only; use sweep_heads, or load the model without it."
-            )
-    _checked[lm.model].add(key)
