@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
 from . import roles
 from .attribution import attribute
@@ -59,12 +60,16 @@ class DiscoverSettings:
 
 @dataclass(frozen=True)
 class Discovery:
-    """What was found: the verdicts, the questions that were asked, and every record used."""
+    """What was found: the verdicts, the questions that were asked, and every record used.
+
+    ranking: how well first-order estimates rank the heads, one row for each place where every head was measured.
+    """
 
     roles: roles.Roles
     settings: DiscoverSettings
     chance: float
     intact: np.ndarray
+    ranking: pd.DataFrame
     records: list[Record]
 
     @property
@@ -97,7 +102,14 @@ def discover(
         for number, (seed, task) in enumerate(zip(settings.seeds, tasks, strict=True))
     ]
     chance = tasks[0].chance
-    return Discovery(roles.verdicts(lm.name, evidence), settings, chance, np.concatenate(intact), records)
+    return Discovery(
+        roles.verdicts(lm.name, evidence),
+        settings,
+        chance,
+        np.concatenate(intact),
+        _ranking(effects, evidence),
+        records,
+    )
 
 
 def check_seed(reported: int) -> None:
@@ -125,8 +137,8 @@ def discovered(
 class _Effects:
     """Estimated losses [h, n] of each task at the answer's positions and elsewhere, and the heads to measure exactly.
 
-    fetch, collect: numbers of the heads that are measured at the answer's positions, and elsewhere as well. Estimates
-    are 0 where every head is measured.
+    fetch, collect: numbers of the heads that are measured at the answer's positions, and elsewhere as well. Where every
+    head is measured, the estimates only tell how good they are.
     """
 
     answer: list[np.ndarray]
@@ -146,17 +158,37 @@ def _estimates(store, lm, tasks: Sequence[Task], settings: DiscoverSettings, rec
         mean = np.concatenate(losses, axis=1).mean(1)
         return np.sort(np.argsort(-mean, kind="stable")[: settings.top])
 
-    answer = elsewhere = [np.zeros((len(every), len(t.examples))) for t in tasks]
-    fetch = collect = every
-    if len(every) > min(settings.exact_aggregate, settings.exact_gather):
-        answer = estimated("answer")
-    if len(every) > settings.exact_gather:
-        # both by estimates: the difference of an exact effect and an estimate would be neither
-        elsewhere = [e - a for e, a in zip(estimated("all"), answer, strict=True)]
-        collect = strongest(elsewhere)
-    if len(every) > settings.exact_aggregate:
-        fetch = np.union1d(strongest(answer), collect)
+    answer = estimated("answer")
+    # both by estimates: the difference of an exact effect and an estimate would be neither
+    elsewhere = [e - a for e, a in zip(estimated("all"), answer, strict=True)]
+    collect = every if len(every) <= settings.exact_gather else strongest(elsewhere)
+    fetch = every if len(every) <= settings.exact_aggregate else np.union1d(strongest(answer), collect)
     return _Effects(answer, elsewhere, fetch, collect)
+
+
+def _ranking(effects: _Effects, evidence: Sequence[roles.Evidence]) -> pd.DataFrame:
+    """Recall of the exact top heads and rank correlation of the estimates, where all heads were measured."""
+    rows = []
+    for place, chosen, estimates, name in (
+        ("at the answer", effects.fetch, effects.answer, "aggregate"),
+        ("elsewhere", effects.collect, effects.elsewhere, "gather"),
+    ):
+        exact = pd.Series(np.concatenate([getattr(e, name) for e in evidence], axis=1).mean(1))
+        if len(chosen) < len(exact):
+            continue
+        estimate = pd.Series(np.concatenate(estimates, axis=1).mean(1))
+        top = min(20, max(1, len(exact) // 4))
+        common = len(set(exact.nlargest(top).index) & set(estimate.nlargest(top).index))
+        rows.append(
+            {
+                "masked": place,
+                "heads": len(exact),
+                "top": top,
+                "recall of the top": common / top,
+                "rank correlation": float(exact.rank().corr(estimate.rank())),
+            }
+        )
+    return pd.DataFrame(rows)
 
 
 def _exact(store, lm, task: Task, positions: str, heads, which: np.ndarray, records, progress: bool) -> np.ndarray:

@@ -68,6 +68,7 @@ class ModelPage:
     said: str
     why: str
     roles: Roles | None
+    ranking: pd.DataFrame
     curve: Curve | None
     shown: Shown | None
     records: list[Record]
@@ -137,7 +138,7 @@ def measure(store: Store, lm: LanguageModel, settings: Settings, progress: bool 
     try:
         found = discover(store, lm, settings.find, progress)
     except AtChance as error:
-        return ModelPage(*about, asked.said(), str(error), None, None, None, [])
+        return ModelPage(*about, asked.said(), str(error), None, pd.DataFrame(), None, None, [])
     task = asked.task(lm, settings.n_examples, settings.seed)
     by_name: dict[str, Head] = {str(h): h for h in lm.head_list()}
     table = found.roles.table
@@ -151,7 +152,7 @@ def measure(store: Store, lm: LanguageModel, settings: Settings, progress: bool 
         shown = show_head(store, lm, task, best, "the strongest Aggregate head found")
     said = f"Intact, {lm.name} gets {found.accuracy} of {asked.said()} right (guessing {100 * found.chance:.0f}%)."
     records = [*found.records, *curve.records, *(shown.records if shown else [])]
-    return ModelPage(*about, said, "", found.roles, curve, shown, records)
+    return ModelPage(*about, said, "", found.roles, found.ranking, curve, shown, records)
 
 
 def concentration_table(curves: Sequence[Curve]) -> pd.DataFrame:
@@ -173,6 +174,13 @@ def concentration_table(curves: Sequence[Curve]) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def ranking_table(found: Sequence[ModelPage]) -> pd.DataFrame:
+    """How well first-order estimates rank the heads of each model, where the exact effects of all are known."""
+    return pd.concat(
+        [m.ranking.assign(model=m.model).set_index("model").reset_index() for m in found if len(m.ranking)]
+    )
 
 
 def spreads(found: Sequence[ModelPage]) -> list[Verdict]:
