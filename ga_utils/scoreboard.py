@@ -118,13 +118,13 @@ def collect(store: Store) -> pd.DataFrame:
 
 
 def summary(found: pd.DataFrame) -> pd.DataFrame:
-    """One row for each claim: what it says, what the paper reports, and the models by verdict."""
+    """One row for each claim: where the paper makes it, and the models by verdict."""
     rows = []
     for claim in CLAIMS:
         here = found[found.claim == claim.id]
         verdicts = {v: list(rows_.model) for v, rows_ in here.groupby("verdict", sort=False)}
         said = "; ".join(f"{v}: {', '.join(m)}" if m != [""] else v for v, m in verdicts.items())
-        rows.append({"claim": claim.id, "the paper says": claim.says, "where": claim.where, "verdicts here": said})
+        rows.append({"claim": claim.id, "in the paper": claim.where, "verdicts here": said})
     return pd.DataFrame(rows)
 
 
