@@ -241,7 +241,7 @@ def test_every_recipe_trains_writes_and_loads(tmp_path, monkeypatch):
             shipping.MOST_BYTES, 2.2 * body["parameters"] + 20_000
         )
         assert body["scores"]["letter"]["n"] == 6 and len(body["history"]) >= 2
-        assert body["rounding"]["largest_logit_change"] < 0.02 * body["rounding"]["logit_deviation"]
+        assert body["rounding"]["largest_logit_change"] < 0.05 * body["rounding"]["logit_deviation"]
         assert not folder.with_name(folder.name + ".checkpoint").exists()
         with pytest.raises(GAError, match="already"):
             recipes.train(name, 0, tmp_path, progress=False)
