@@ -14,8 +14,8 @@ Two corrections; `tests/benchmarks/bench_attribution.py` prints what each gains.
 - Curvature along the mask (`layerwise`, off by default): norms that hide a small change of a strong head but not its
   loss, saturated attention patterns further up, later heads that stand in. The gradient is taken halfway, where all
   heads of one mixer are at half strength: a forward and backward pass for each mixer. It ranks the few strong heads of
-  the embedded models far better; on SmolLM2-135M it gains nothing in recall and mixes up the weak heads, because the
-  halfway point moves a head's neighbours too.
+  the embedded models far better, and the many weak ones of SmolLM2-135M worse, because the halfway point moves a
+  head's neighbours too.
 
 Not corrected without `layerwise`: effects through attention patterns that are saturated, and direct and indirect
 effects that cancel to first order. Integrating over more steps, moving all mixers at once, and averaging over dropped

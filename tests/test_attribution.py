@@ -306,6 +306,19 @@ def test_a_kernel_that_loses_part_of_the_gradient_is_noticed():
         attribute(lm, task, positions="all")
 
 
+def test_a_model_too_rough_for_finite_differences_is_said_and_not_refused(monkeypatch):
+    lm = wrap(*build("llama"))
+    values = head_gradients.Gradients.values
+
+    def rough(self, items, numbers, steps=None):
+        return values(self, items, numbers, steps) + torch.rand(1, generator=random)
+
+    random = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(head_gradients.Gradients, "values", rough)
+    with pytest.warns(UserWarning, match="could not be checked"):
+        attribute(lm, a_task(lm))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_integer_weights_are_refused():
     lm = wrap(*build("llama"))
