@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from .claims import Verdict
+from .claims_rules import above_chance
 from .concentration import Curve
 from .heads import Head
-from .stats import bootstrap
+from .stats import paired_gain
 
 FEW_CLAIM = "Retrieval sits in a few heads (the paper's central claim)."
 FEW_RULE = (
@@ -29,7 +28,7 @@ SPREAD_RULE = (
 
 def few_heads(curve: Curve) -> Verdict:
     """Apply `FEW_RULE` to one model (claim C10)."""
-    if not bootstrap(lambda g: g.mean() - curve.chance, curve.intact.astype(float)).above:
+    if not above_chance(curve.intact, curve.chance):
         return Verdict("C10", curve.model, "not testable", "The intact model is at chance.", {})
     k = curve.under_share
     if curve.n_heads < FEWEST or k is None:
@@ -40,8 +39,7 @@ def few_heads(curve: Curve) -> Verdict:
     said += f"score above chance, {k} random heads {100 * drawn.value:.0f}%."
     if top.high <= 0.5 and drawn.low >= 0.9:
         return Verdict("C10", curve.model, "reproduced", said, intervals)
-    both = np.stack([curve.removed[k].astype(float), curve.random[k].astype(float).mean(0)])
-    gap = bootstrap(lambda g: g[1].mean() - g[0].mean(), both)
+    gap = paired_gain(curve.removed[k], curve.random[k].mean(0))
     intervals["random minus top, accuracy"] = gap
     if gap.above:
         return Verdict("C10", curve.model, "partly", said, intervals)
@@ -51,7 +49,7 @@ def few_heads(curve: Curve) -> Verdict:
 def spread(transformer: Curve, ssm: Curve) -> Verdict:
     """Apply `SPREAD_RULE` to a Transformer and an SSM that answered the same questions (claim C9)."""
     for curve in (transformer, ssm):
-        if not bootstrap(lambda g, c=curve.chance: g.mean() - c, curve.intact.astype(float)).above:
+        if not above_chance(curve.intact, curve.chance):
             return Verdict("C9", ssm.model, "not testable", f"{curve.model} is at chance.", {})
     one, other = transformer.half(), ssm.half()
     if one is None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from .claims import Verdict
 from .claims_rules import Check, above_chance, judge, lost
-from .stats import Interval, bootstrap
+from .stats import Interval, bootstrap, paired_gain
 
 C7 = "Gather heads collect a segment into its last token, Aggregate heads fetch the right segment's (attention maps)."
 C7_RULE = (
@@ -64,8 +64,8 @@ def exceeded(values: np.ndarray, one: int) -> float:
 
 def smoother(model: str, attention: Sequence[np.ndarray], ssm: Sequence[np.ndarray]) -> Verdict:
     """Claim C8. attention, ssm: (entropy [n] in nats, largest entry [n]) of the last row, on the same prompts."""
-    entropy = bootstrap(lambda g: g[1].mean() - g[0].mean(), np.stack([attention[0], ssm[0]]).astype(float))
-    top = bootstrap(lambda g: g[1].mean() - g[0].mean(), np.stack([attention[1], ssm[1]]).astype(float))
+    entropy = paired_gain(attention[0], ssm[0])
+    top = paired_gain(attention[1], ssm[1])
     said = f"Entropy {np.mean(attention[0]):.2f} and {np.mean(ssm[0]):.2f} nats, largest entry "
     said += f"{np.mean(attention[1]):.2f} and {np.mean(ssm[1]):.2f} (Transformer and SSM)."
     checks = [
@@ -108,7 +108,7 @@ def restored(
     the teacher's Aggregate heads."""
     if not above_chance(teacher, chance) or not named:
         return Verdict("C12", model, "not testable", "The teacher is at chance, or has no Aggregate head.", {})
-    gap = bootstrap(lambda g: g[1].mean() - g[0].mean(), np.stack([student, teacher]).astype(float))
+    gap = paired_gain(student, teacher)
     if not gap.above:
         return Verdict("C12", model, "not testable", "The student has no gap to the teacher to close.", {"gap": gap})
     best = max(swaps, key=lambda layer: swaps[layer].mean())
@@ -124,12 +124,10 @@ def restored(
 def head_alone(model: str, student: np.ndarray, layer: np.ndarray, head: np.ndarray, names: tuple[str, int]) -> Verdict:
     """Claim C13. Answers [n] of the student, with the best layer replaced, with the head alone grafted; names: the
     head's and the layer's."""
-    both = np.stack([student, layer, head]).astype(float)
-    gain = bootstrap(lambda g: g[1].mean() - g[0].mean(), both)
+    gain = paired_gain(student, layer)
     if not gain.above:
         return Verdict("C13", model, "not testable", "The best layer brings no gain to compare with.", {"gain": gain})
-    with np.errstate(divide="ignore", invalid="ignore"):
-        part = bootstrap(lambda g: (g[2].mean() - g[0].mean()) / (g[1].mean() - g[0].mean()), both)
+    part = closed(student, layer, head)
     said = f"{names[0]} alone, against layer {names[1]} whole."
     return judge("C13", model, said, [Check("share of the layer's gain", part, least=0.75, there=part.above)])
 

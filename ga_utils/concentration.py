@@ -24,8 +24,6 @@ from .tasks import Task
 
 #: the share of the heads at which the claim is judged
 SHARE = 0.05
-KEPT = "only these kept in their layers"
-REMOVED = "removed"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .errors import GAError, HeadError, ModelError
 from .heads import Head
-from .mixers.attention import _REGISTRY
+from .mixers.attention import _REGISTRY, StandIn
 from .mixers.base import namespace, replaced, running
 from .sites import HeadSite
 
@@ -112,11 +112,12 @@ def _attention(site: HeadSite, index: int, reader: Reader) -> Iterator[None]:
         yield
 
 
-class _Editing:
-    """Stands in for transformers' registry of attention functions and edits what one mixer hands to its own."""
+class _Editing(StandIn):
+    """Edits what one mixer hands to its attention function."""
 
     def __init__(self, registry: Any, state: dict, edit: Callable):
-        self._registry, self._state, self._edit = registry, state, edit
+        super().__init__(registry)
+        self._state, self._edit = state, edit
 
     def get_interface(self, name: str | None, default: Callable) -> Callable:
         function = self._registry.get_interface(name, default)
@@ -127,15 +128,6 @@ class _Editing:
             return function(module, query, key, value, *args, **kwargs)
 
         return editing
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._registry, name)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._registry[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._registry
 
 
 @contextlib.contextmanager

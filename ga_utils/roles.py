@@ -38,10 +38,9 @@ class Evidence:
 
     aggregate, gather: [h, n] nats lost when the head is masked at the answer's positions, or everywhere else;
     exact_aggregate, exact_gather [h]: whether that was measured with the head masked (else it is a first-order
-    estimate). right [h]: how often the
-    segment that the last row weighs most is the right one; chance: how often it would be by guessing; aggregate_mass,
-    gather_mass [h]: mass of the last row on the segments' ends, and from a segment's end to the rest of its segment, at
-    the line's end or the value's, whichever is larger.
+    estimate). right [h]: how often the segment that the last row weighs most is the right one; chance: how often it
+    would be by guessing; aggregate_mass, gather_mass [h]: mass of the last row on the segments' ends, and from a
+    segment's end to the rest of its segment, at the line's end or the value's, whichever is larger.
     """
 
     seed: int

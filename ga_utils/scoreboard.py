@@ -1,8 +1,7 @@
 """What became of each claim of the paper? Verdicts as records, and the page that lists them: none is written by hand.
 
 A page hands its verdicts to `keep`; the scoreboard collects those that today's code made. A claim for which there is
-none
-is *not run*.
+none is *not run*.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def keep(store: Store, page: str, verdicts: Iterable[Verdict], records: Sequence
     Raises `GAError` for a claim that is not in `CLAIMS`.
     """
     known = {c.id for c in CLAIMS}
-    rests_on = sorted({r.hash for r in records})
+    rests_on, package = sorted({r.hash for r in records}), folder_hash(PACKAGE)
     kept = []
     for verdict in verdicts:
         if verdict.claim not in known:
@@ -87,7 +86,7 @@ def keep(store: Store, page: str, verdicts: Iterable[Verdict], records: Sequence
             "claim": verdict.claim,
             "model": verdict.model,
             "page": page,
-            "package": folder_hash(PACKAGE),
+            "package": package,
             "rests_on": rests_on,
         }
         values = {

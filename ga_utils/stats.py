@@ -54,6 +54,11 @@ def bootstrap(statistic: Callable[..., float], *groups: np.ndarray) -> Interval:
     return Interval(float(statistic(*groups)), float(low), float(high))
 
 
+def paired_gain(before: np.ndarray, after: np.ndarray) -> Interval:
+    """Mean of `after` less mean of `before`, with its interval; both [n], on the same examples, drawn together."""
+    return bootstrap(lambda g: float(g[1].mean() - g[0].mean()), np.stack([before, after]).astype(float))
+
+
 def slope(x: np.ndarray, y: np.ndarray) -> float:
     """Least-squares slope of y over x."""
     x, y = np.asarray(x, float), np.asarray(y, float)

@@ -26,11 +26,28 @@ _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _KNOWN = {"scaling", "softcap", "position_bias", "is_causal", "sliding_window", "s_aux"}
 
 
-class _Listening:
-    """Stands in for transformers' registry of attention functions and reports the calls made through it."""
+class StandIn:
+    """Stands in for transformers' registry of attention functions; what it does not define is the registry's own."""
+
+    def __init__(self, registry: Any):
+        self._registry = registry
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._registry, name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._registry[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._registry
+
+
+class _Listening(StandIn):
+    """Reports the calls made through the registry."""
 
     def __init__(self, registry: Any, report: Callable):
-        self._registry, self._report = registry, report
+        super().__init__(registry)
+        self._report = report
 
     def get_interface(self, name: str | None, default: Callable) -> Callable:
         function = self._registry.get_interface(name, default)
@@ -41,15 +58,6 @@ class _Listening:
             return result
 
         return listening
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._registry, name)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._registry[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._registry
 
 
 class Attention(Family):

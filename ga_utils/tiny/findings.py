@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ga_utils.stats import Interval, bootstrap
+from ga_utils.stats import Interval, paired_gain
 from ga_utils.tiny.panel import Member, jump, of_family
 from ga_utils.tiny.panel_heads import KEPT, LOST, Found
 
@@ -137,8 +137,7 @@ def swapped_layer(frame: pd.DataFrame, found: Sequence[Found]) -> Finding:
         for name in SWAPPED:
             student = here[(here.part == "student") & (here.task == name)].correct.iloc[0]
             swap = blocks[(blocks.layer == best) & (blocks.task == name)].correct.iloc[0]
-            pair = np.stack([student, swap]).astype(float)
-            gains[name] = bootstrap(lambda g: float(g[1].mean() - g[0].mean()), pair)
+            gains[name] = paired_gain(student, swap)
         holds[one.member.seed] = best in layers and all(g.above for g in gains.values())
         where = f"Aggregate in {_layers(layers)}" if layers else "no Aggregate head was found"
         text = ", ".join(f"{t} {_points(g)}" for t, g in gains.items())
@@ -197,8 +196,7 @@ def attention_elsewhere(frame: pd.DataFrame) -> Finding:
         gaps = {}
         for name in learned:
             by = here[here.task == name].set_index("place").correct
-            pair = np.stack([by["every answer position"], by["everywhere else"]]).astype(float)
-            gaps[name] = bootstrap(lambda g: float(g[1].mean() - g[0].mean()), pair)
+            gaps[name] = paired_gain(by["every answer position"], by["everywhere else"])
         holds[int(seed)] = bool(gaps) and all(g.above for g in gaps.values())
         numbers[int(seed)] = ", ".join(f"{t} {_points(g)}" for t, g in gaps.items()) or "no retrieval task was learned"
     rule = (

@@ -21,7 +21,7 @@ from ga_utils.masking import mask_heads
 from ga_utils.measure import Condition, score_under
 from ga_utils.records import Record, Store
 from ga_utils.scoring import score
-from ga_utils.stats import bootstrap, stderr
+from ga_utils.stats import paired_gain, stderr
 from ga_utils.surgery import graft_layers
 from ga_utils.tasks.base import Task
 from ga_utils.tasks.tokens import encode
@@ -202,8 +202,7 @@ def sharpness(
         records += found.values()
         for head in heads:
             at = {m.family: m.lm.head_list().index(head) for m in (teacher, student)}
-            entropy = np.stack([found[m.family].arrays["entropy"][at[m.family]] for m in (teacher, student)])
-            gap = bootstrap(lambda g: float(g[1].mean() - g[0].mean()), entropy.astype(float))
+            gap = paired_gain(*(found[m.family].arrays["entropy"][at[m.family]] for m in (teacher, student)))
             for m in (teacher, student):
                 here = {k: v[at[m.family]].astype(float) for k, v in found[m.family].arrays.items()}
                 rows.append(
