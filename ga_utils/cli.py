@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import signal
 import sys
 from typing import Annotated
@@ -45,6 +46,10 @@ _SETS = typer.Option(
 _STORE = typer.Option(
     "--store", metavar="DIR", envvar="GA_STORE", help="Where records are kept.", show_default="results"
 )
+_JOBS = typer.Option(
+    "--jobs", metavar="N", min=1, help="So many notebooks run at once and share the cores; leave it at 1 on a GPU."
+)
+_BOOK_JOBS = "So many notebooks run at once and share the cores; up to four, by the number of cores, if not given."
 _STALE = typer.Option("--allow-stale", help="Build even if a page was made by other code than today's, and say so.")
 
 
@@ -113,6 +118,7 @@ def run(
     models: Annotated[str | None, _MODELS] = None,
     set_: Annotated[list[str] | None, _SETS] = None,
     store: Annotated[str | None, _STORE] = None,
+    jobs: Annotated[int, _JOBS] = 1,
 ) -> None:
     """Run notebooks into book/executed.
 
@@ -120,7 +126,7 @@ def run(
     records, so a run that was stopped goes on where it stood. A notebook that fails does not stop the
     others.
     """
-    _run(notebook, models, set_, store)
+    _run(notebook, models, set_, store, jobs)
 
 
 @app.command()
@@ -136,23 +142,26 @@ def build(allow_stale: Annotated[bool, _STALE] = False) -> None:
 
 
 @app.command()
-def book(store: Annotated[str | None, _STORE] = None) -> None:
+def book(
+    store: Annotated[str | None, _STORE] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", metavar="N", min=1, help=_BOOK_JOBS)] = None,
+) -> None:
     """Run all notebooks, then build the book.
 
     Each notebook runs on its own models, which are embedded ones: they need no GPU and no network.
     """
     from .book import build_book
 
-    _run(None, None, None, store)
+    _run(None, None, None, store, jobs or min(4, os.cpu_count() or 1))
     with interruptible():
         print(f"The book begins at {build_book()}")
 
 
-def _run(names: list[str] | None, models: str | None, sets: list[str] | None, store: str | None) -> None:
+def _run(names: list[str] | None, models: str | None, sets: list[str] | None, store: str | None, jobs: int) -> None:
     from .runner import run_notebooks
 
     with interruptible():
-        failed = [r for r in run_notebooks(names, models, sets or (), store) if r.error is not None]
+        failed = [r for r in run_notebooks(names, models, sets or (), store, jobs=jobs) if r.error is not None]
     for result in failed:
         print(f"ga: {result.name}: {result.error}", file=sys.stderr)
     if failed:

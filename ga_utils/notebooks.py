@@ -24,12 +24,16 @@ _UNKNOWN = object()  # a default that is worked out when the notebook runs
 
 @dataclass(frozen=True)
 class Notebook:
-    """One parameterised notebook: its `name`, where it lies, and the `defaults` of its parameters by name."""
+    """One parameterised notebook: its `name`, where it lies, and the `defaults` of its parameters by name.
+
+    last: it gathers what the others measured, and runs after them (``{"ga": {"last": true}}`` in its metadata).
+    """
 
     name: str
     path: Path
     cells: tuple[tuple[str, str], ...]  # (type, source) of each cell
     defaults: Mapping[str, Any]
+    last: bool = False
 
     def takes(self) -> str:
         """Return its parameters as a phrase for messages."""
@@ -61,10 +65,11 @@ def read_notebook(project_root: Path, name: str) -> Notebook:
     try:
         content = json.loads(known[stem].read_text(encoding="utf-8"))
         cells = tuple((c["cell_type"], "".join(c["source"])) for c in content["cells"])
+        last = content.get("metadata", {}).get("ga", {}).get("last", False) is True
         tagged = ["".join(c["source"]) for c in content["cells"] if "parameters" in c["metadata"].get("tags", [])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise GAError(f"{known[stem]} is not a notebook that can be read ({error}).") from error
-    return Notebook(stem, known[stem], cells, _defaults(stem, tagged[0]) if tagged else {})
+    return Notebook(stem, known[stem], cells, _defaults(stem, tagged[0]) if tagged else {}, last)
 
 
 def source_hash(project_root: Path, notebook: Notebook) -> str:

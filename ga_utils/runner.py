@@ -12,13 +12,11 @@ import datetime
 import importlib.util
 import json
 import os
-import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,8 @@ from typing import Any
 from .book import build_book
 from .codehash import folder_hash
 from .errors import GAError
-from .executed import error_of, stamp, why_not_whole, without_colours
+from .executed import error_of, stamp, why_not_whole
+from .notebook_process import Kernels
 from .notebooks import (
     PACKAGE_FOLDER,
     Notebook,
@@ -43,21 +42,6 @@ from .records import Store, why_not_written
 from .registry import resolve_models
 
 __all__ = ["NotebookRun", "build_book", "find_project", "run_notebooks"]
-
-# papermill's own command line reads parameters as YAML, in which 1e-05 is a text
-_PAPERMILL = """
-import json, sys
-try:
-    import ctypes
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM: end when `ga` is killed
-except (ImportError, OSError, AttributeError):
-    pass
-import papermill
-papermill.execute_notebook(**json.load(sys.stdin), stderr_file=sys.stderr)  # the cells' own progress bars
-"""
-_IGNORED = "ignore:IProgress not found"
-_SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal to draw a bar on
 
 
 @dataclass(frozen=True)
@@ -77,6 +61,7 @@ def run_notebooks(
     store: Store | str | os.PathLike[str] | None = None,
     out: str | os.PathLike[str] = "book/executed",
     project_root: Path | None = None,
+    jobs: int = 1,
 ) -> list[NotebookRun]:
     """Run the notebooks `names` (all of the project if None) and return how each went.
 
@@ -86,10 +71,13 @@ def run_notebooks(
     an error. Records go to `store` (GA_STORE, else ``results`` in the project), executed notebooks to `out`
     (relative to the project).
 
-    Everything that can be checked is checked before the first kernel starts, and raises `GAError`. A
-    notebook that fails does not stop the others.
+    `jobs` notebooks run at once and share the cores; those that gather what the others measured (``last`` in
+    their metadata) run after them. Everything that can be checked is checked before the first kernel starts,
+    and raises `GAError`. A notebook that fails does not stop the others.
     """
     root = find_project(project_root)
+    if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
+        raise GAError(f"jobs={jobs!r} must be a whole number from 1 up: so many notebooks run at once.")
     if not isinstance(store, Store):
         store = Store(Path(store or os.environ.get("GA_STORE") or root / "results").expanduser().resolve())
     plan = _plan(root, names, models, parse_settings(sets))
@@ -98,13 +86,28 @@ def run_notebooks(
     out_folder = root / out
     _check_output(out_folder, [notebook.name for notebook, _ in plan])
     _remove_leftovers(out_folder)
-    runs = []
-    for number, (notebook, values) in enumerate(plan, 1):
+    kernels = Kernels(store, max(1, min(jobs, len(plan))))
+    numbered = [
+        (f"[{number}/{len(plan)}] {notebook.name}", notebook, v) for number, (notebook, v) in enumerate(plan, 1)
+    ]
+
+    def one(work: tuple[str, Notebook, dict[str, Any]]) -> NotebookRun:
+        title, notebook, values = work
         given = ", ".join(f"{key}={json.dumps(value)}" for key, value in values.items()) or "its own parameters"
-        print(f"[{number}/{len(plan)}] {notebook.name} with {given}", flush=True)
-        runs.append(_run(root, notebook, values, store, out_folder))
-        done = f"done in {runs[-1].seconds:.0f} s" if runs[-1].error is None else f"failed: {runs[-1].error}"
-        print(f"[{number}/{len(plan)}] {notebook.name} {done}", flush=True)
+        print(f"{title} with {given}", flush=True)
+        result = _run(root, notebook, values, kernels, out_folder)
+        done = f"done in {result.seconds:.0f} s" if result.error is None else f"failed: {result.error}"
+        print(f"{title} {done}", flush=True)
+        return result
+
+    runs: list[NotebookRun] = []
+    for at_once in ([w for w in numbered if not w[1].last], [w for w in numbered if w[1].last]):
+        with ThreadPoolExecutor(kernels.jobs) as pool:
+            try:
+                runs += pool.map(one, at_once)
+            except BaseException:
+                kernels.stop()
+                raise
     return runs
 
 
@@ -161,7 +164,7 @@ def _check_output(folder: Path, names: Sequence[str]) -> None:
             raise GAError(f"The executed notebook cannot be written to {page}: it is a folder, not a file.")
 
 
-def _run(root: Path, notebook: Notebook, values: dict[str, Any], store: Store, out: Path) -> NotebookRun:
+def _run(root: Path, notebook: Notebook, values: dict[str, Any], kernels: Kernels, out: Path) -> NotebookRun:
     made_from = {
         "code_hash": source_hash(root, notebook),
         "parameters": values,
@@ -176,10 +179,9 @@ def _run(root: Path, notebook: Notebook, values: dict[str, Any], store: Store, o
         "cwd": str(root),
     }
     clock = time.perf_counter()
-    published, failed = out / f"{notebook.name}.ipynb", store.root / f"{notebook.name}.failed.ipynb"
+    published, failed = out / f"{notebook.name}.ipynb", kernels.store.root / f"{notebook.name}.failed.ipynb"
     try:
-        with _kernel_environment(store, command_for(notebook, values)) as environment:
-            status, log = _papermill(request, root, environment)
+        status, log = kernels.run(notebook.name, request, root, command_for(notebook, values))
         seconds = time.perf_counter() - clock
         kept = failed if partial.exists() else failed.with_suffix(".log")
         if status:
@@ -206,83 +208,6 @@ def _run(root: Path, notebook: Notebook, values: dict[str, Any], store: Store, o
     finally:
         with contextlib.suppress(OSError):  # what went wrong before matters more
             partial.unlink()
-
-
-def _papermill(request: dict[str, Any], root: Path, environment: dict[str, str]) -> tuple[int, str]:
-    """Run one notebook in a process of its own; return its exit status and what it said on stderr."""
-    command = [sys.executable, "-c", _PAPERMILL]
-    child = subprocess.Popen(
-        command,
-        cwd=root,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C comes to this process alone, which stops the child in order
-    )
-    said, shown = bytearray(), time.monotonic()
-    try:
-        with contextlib.suppress(BrokenPipeError):  # it died early, and says so on stderr
-            child.stdin.write(json.dumps(request).encode())
-            child.stdin.close()
-        while chunk := os.read(child.stderr.fileno(), 4096):
-            said += chunk
-            shown = _show_progress(chunk.decode(errors="replace"), shown)
-        if sys.stderr.isatty():
-            sys.stderr.write("\n")
-        return child.wait(), without_colours(said.decode(errors="replace"))
-    except BaseException:
-        child.terminate()  # its kernel watches it, and ends when it does
-        try:
-            child.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-        raise
-    finally:
-        child.stderr.close()
-
-
-def _show_progress(text: str, shown: float) -> float:
-    """Pass on the last progress bar in `text`: drawn over on a terminal, else a line now and then.
-
-    `shown` is when a line was last printed, by the monotonic clock; returns the new time.
-    """
-    bars = [part.strip() for part in re.split(r"[\r\n]", without_colours(text)) if "%|" in part]
-    if not bars:
-        return shown
-    if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns - 1
-        sys.stderr.write("\r" + bars[-1][:width].ljust(width))
-        sys.stderr.flush()
-    elif time.monotonic() - shown > _SECONDS_BETWEEN_LINES:
-        print(bars[-1], file=sys.stderr, flush=True)
-        return time.monotonic()
-    return shown
-
-
-@contextlib.contextmanager
-def _kernel_environment(store: Store, command: str) -> Iterator[dict[str, str]]:
-    """The environment in which ``python3`` is this interpreter, whatever is installed or activated."""
-    with tempfile.TemporaryDirectory(prefix="ga-kernel-", ignore_cleanup_errors=True) as folder:
-        spec = Path(folder, "kernels", "python3")
-        spec.mkdir(parents=True)
-        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        text = json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"})
-        (spec / "kernel.json").write_text(text, encoding="utf-8")
-        environment = dict(os.environ, GA_STORE=str(store.root.resolve()), GA_COMMAND=command)
-        # a page is no place for tqdm's wish for a widget library, and the warning shows this machine's paths
-        # threads that spin while they wait halve the speed and worse as soon as another process wants a core
-        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        environment["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), _IGNORED]))
-        environment["JUPYTER_PATH"] = _prepend(folder, os.environ.get("JUPYTER_PATH"))
-        if "site-packages" not in PACKAGE_FOLDER.parts:
-            environment["PYTHONPATH"] = _prepend(str(PACKAGE_FOLDER.parent), os.environ.get("PYTHONPATH"))
-        yield environment
-
-
-def _prepend(folder: str, others: str | None) -> str:
-    return os.pathsep.join([folder, *([others] if others else [])])
 
 
 def _remove_leftovers(out: Path) -> None:

@@ -141,13 +141,13 @@ def test_a_stopped_run_says_that_records_are_kept(project, stop):
 
 def test_book_runs_the_embedded_panel_and_then_builds(monkeypatch, capsys):
     done = []
-    monkeypatch.setattr("ga_utils.runner.run_notebooks", lambda *a: done.append(a) or [])
+    monkeypatch.setattr("ga_utils.runner.run_notebooks", lambda *a, jobs: done.append((*a, jobs)) or [])
     monkeypatch.setattr("ga_utils.book.build_book", lambda **k: done.append("built") or Path("index.html"))
-    monkeypatch.setattr(sys, "argv", ["ga", "book", "--store", "s"])
+    monkeypatch.setattr(sys, "argv", ["ga", "book", "--store", "s", "--jobs", "3"])
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert not end.value.code
-    assert done == [(None, None, (), "s"), "built"]
+    assert done == [(None, None, (), "s", 3), "built"]
 
 
 class Report:

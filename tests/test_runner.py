@@ -16,7 +16,7 @@ import nbformat
 import psutil
 import pytest
 
-from ga_utils import executed, notebooks, runner
+from ga_utils import executed, notebook_process, notebooks, runner
 from ga_utils.book import build_book, executed_pages, is_current
 from ga_utils.errors import GAError, StoreError
 from ga_utils.notebooks import find_project, parse_settings, read_notebook, source_hash
@@ -194,7 +194,7 @@ def test_a_success_clears_the_failure_before_it_and_a_failure_keeps_the_success(
 @pytest.fixture
 def no_kernel(monkeypatch):
     """A kernel that starts is a failure."""
-    monkeypatch.setattr(runner.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
+    monkeypatch.setattr(notebook_process.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,8 @@ def test_a_disk_that_fills_up_is_one_sentence_for_each_notebook(project, tmp_pat
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     partial = tmp_path / "out" / f".good.{os.getpid()}.ipynb"
-    monkeypatch.setattr(runner, "_papermill", lambda *_: (partial.mkdir(), (0, ""))[1])  # nor can it be cleared away
+    # nor can it be cleared away
+    monkeypatch.setattr(notebook_process.Kernels, "run", lambda *_: (partial.mkdir(), (0, ""))[1])
     monkeypatch.setattr(runner, "why_not_whole", lambda path: None)
     monkeypatch.setattr(runner, "stamp", full)
     (run,) = run_notebooks(["good"], store=tmp_path / "s", out=tmp_path / "out", project_root=project)
