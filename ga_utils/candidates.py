@@ -24,6 +24,8 @@ Node = tuple[int, ...]
 # Largest difference between cached steps and full forwards, in standard deviations of the logits.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 HALF_TOLERANCE = 0.1  # rounding alone gives some hundredths
+#: a forward takes at least as long as one over so many tokens, since all weights are read for it
+TOKENS_A_CALL = {"cpu": 20}  # other devices: 128
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,21 @@ class Tree:
         """Nodes that lead to no other node: feeding context + leaf passes through all their ancestors."""
         return [node for node in self.nodes if not self.children(node)]
 
+    def steps_pay(self, tokens_a_call: int) -> bool:
+        """Whether steps from a cache cost less than full forwards over context + leaf, a call counted as above."""
+        depths: dict[int, int] = {}
+        for node in self.nodes:
+            if len(node) > len(self.chain):
+                depths[len(node)] = depths.get(len(node), 0) + 1
+        stepped = self.length + sum(max(tokens_a_call, n) for n in depths.values())
+        return stepped < sum(len(self.item.context) + len(leaf) for leaf in self.leaves())
+
     def result(self) -> tuple[list[float], bool]:
-        """Log-probability of each candidate, and whether the greedy continuation is the answer."""
-        sums = [sum(self.logprob[c[:d], c[d]] for d in range(len(c))) for c in self.item.continuations]
-        answer = self.item.continuations[self.item.answer]
-        return sums, all(self.greedy[answer[:d]] == answer[d] for d in range(len(answer)))
+        """Log-probability of what counts of each candidate, and whether the greedy continuation is the answer's."""
+        every, start = self.item.continuations, self.item.counted or (0,) * len(self.item.continuations)
+        sums = [sum(self.logprob[c[:d], c[d]] for d in range(n, len(c))) for c, n in zip(every, start, strict=True)]
+        answer = every[self.item.answer]
+        return sums, all(self.greedy[answer[:d]] == answer[d] for d in range(start[self.item.answer], len(answer)))
 
 
 def plain(forward: Forward, rows: list[tuple[Tree, Node]]) -> None:
@@ -157,7 +169,7 @@ def cache_policy(lm: LanguageModel, tree: Tree) -> tuple[int, bool | None]:
     """
     family = lm.family
     if family in INEXACT:
-        return 0, _full(family, f"because {INEXACT[family]}")
+        return 0, _full(family, f"because {INEXACT[family].rstrip('.')}")
     if family not in EXACT and lm.dtype not in TOLERANCE:
         return 0, _full(family, "because its cache is unknown and cannot be checked in half precision")
     known = _policies.setdefault(lm.model, {})

@@ -22,7 +22,7 @@ from .errors import TaskError
 from .language_model import LanguageModel
 from .scoring import score
 from .tasks.base import Example, Segment, Task, as_task
-from .tasks.tokens import encode, segment_tokens
+from .tasks.tokens import encode_whole, segment_tokens
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def check_pairs(lm: LanguageModel, pairs: Pairs) -> None:
     """
     if not isinstance(pairs, Pairs):
         raise TaskError(f"Pairs of prompts are needed, as swapped(task) makes them, not {type(pairs).__name__}.")
-    first, second = encode(lm.tokenizer, pairs.task), encode(lm.tokenizer, pairs.swapped)
+    first, second = encode_whole(lm.tokenizer, pairs.task), encode_whole(lm.tokenizer, pairs.swapped)
     for number, (a, b) in enumerate(zip(first.items, second.items, strict=True)):
         name = f"Example {number} of task {pairs.task.name!r} and its swapped prompt"
         if len(a.context) != len(b.context):

@@ -1,11 +1,10 @@
 """How is an answer scored? The exact log-probability of every candidate given the prompt.
 
-One forward pass a question where each candidate is a single token, however many candidates there are; else
-the tokens of all candidates form a tree, and each branching point costs one cached one-token step, or one
-full forward on models whose caches do not continue exactly. A node of the tree is a tuple of candidate tokens
-that is not yet a whole
-candidate: at each the next-token distribution is needed. (Figure 4's accuracies; the official code runs one
-full forward a candidate.)
+One forward pass a question where each candidate is a single token, however many candidates there are; else the tokens
+of all candidates form a tree, and each branching point costs one cached one-token step, or one full forward: on models
+whose caches do not continue exactly, and where that is cheaper (few long candidates). A node of the tree is a tuple of
+candidate tokens that is not yet a whole candidate: at each the next-token distribution is needed. (Figure 4's
+accuracies; the official code runs one full forward a candidate.)
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ga_utils.caches import Forward
-from ga_utils.candidates import Limit, Node, Tree, cache_policy, plain, walk
+from ga_utils.candidates import TOKENS_A_CALL, Limit, Node, Tree, cache_policy, plain, walk
 from ga_utils.errors import GAError, ModelError, TaskError, say_once
 from ga_utils.language_model import LanguageModel
 from ga_utils.tasks.base import Example, Task, as_task
@@ -122,7 +121,8 @@ def score(
     trees = [Tree(i, item) for i, item in enumerate(encoded.items)]
     forward = Forward(lm)
     limit = Limit(batch_size, TOKENS_PER_BATCH.get(lm.device.type, 32_768))
-    branching = [t for t in trees if len(t.nodes) > len(t.chain) + 1]
+    at_least = TOKENS_A_CALL.get(lm.device.type, 128)
+    branching = [t for t in trees if len(t.nodes) > len(t.chain) + 1 and t.steps_pay(at_least)]
     checks, how = 0, None
     if branching:
         checks, how = cache_policy(lm, min(branching, key=lambda t: (t.length, t.number)))

@@ -28,7 +28,7 @@ from .layer_rows import LayerRows
 from .masking import mask_heads
 from .scoring import Scores, _check_length, score
 from .tasks.base import Example, Task, as_task
-from .tasks.tokens import EncodedExample, EncodedTask, encode
+from .tasks.tokens import EncodedExample, EncodedTask, encode_whole
 from .variant_calls import Way, plain_tokens
 from .variants import Fills, Variants, out_of_memory
 
@@ -109,7 +109,7 @@ def sweep_heads(
     budget = CACHE_BUDGET if budget is None else budget
     _check_arguments(positions, scored, budget, chosen)
     task = as_task(task)
-    encoded = encode(lm.tokenizer, task)
+    encoded = encode_whole(lm.tokenizer, task)
     if scored == "answer":
         encoded = replace(encoded, items=tuple(map(_answer_alone, encoded.items)))
     _check_length(lm, encoded)

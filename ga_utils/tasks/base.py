@@ -33,7 +33,10 @@ class Segment:
 class Example:
     """One question: `candidates[answer]` is right. Candidates follow the prompt with nothing in between.
 
-    Raises TaskError if there is no prompt, a candidate is empty or repeated, or `answer` is not one of them.
+    counted: for each candidate, the character from which its log-probability counts; () for all of it. So are options
+    scored by the same words behind them (WinoGrande).
+    Raises TaskError if there is no prompt, a candidate is empty or repeated, `answer` is not one of them, or `counted`
+    does not fit the candidates.
     """
 
     prompt: str
@@ -41,6 +44,7 @@ class Example:
     answer: int
     segments: tuple[Segment, ...] = ()
     meta: Mapping = field(default_factory=dict, hash=False)
+    counted: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.candidates, str) or not all(isinstance(c, str) for c in self.candidates):
@@ -58,6 +62,12 @@ class Example:
             raise TaskError(f"Candidate {twice!r} occurs twice in one example; candidates must be distinct.")
         if not 0 <= self.answer < len(self.candidates):
             raise TaskError(f"answer={self.answer} is not one of the {len(self.candidates)} candidates (zero-based).")
+        object.__setattr__(self, "counted", tuple(self.counted))
+        if self.counted and (
+            len(self.counted) != len(self.candidates)
+            or not all(0 <= n < len(c) for n, c in zip(self.counted, self.candidates, strict=True))
+        ):
+            raise TaskError(f"counted={self.counted} must be one character of each candidate, from which it counts.")
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,8 @@ class Task:
     def digest(self) -> str:
         """sha256 of every prompt, candidate and answer, in order: equal exactly if the questions are
         equal."""
-        body = [[e.prompt, e.candidates, e.answer] for e in self.examples]
+        # what does not apply is left out, so that the digests of other tasks are what they were
+        body = [[e.prompt, e.candidates, e.answer, *([e.counted] if e.counted else [])] for e in self.examples]
         return hashlib.sha256(json.dumps([self.special_tokens, body]).encode()).hexdigest()
 
     def key(self) -> dict:

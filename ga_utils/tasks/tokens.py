@@ -24,6 +24,7 @@ class EncodedExample:
     continuations: tuple[tuple[int, ...], ...]
     answer: int
     moved: bool  # the boundary moved into the prompt: some continuation starts with the prompt's own text
+    counted: tuple[int, ...] = ()  # of each continuation, the first token that counts; () for all of it
 
     @property
     def longest(self) -> int:
@@ -86,6 +87,8 @@ def encode_examples(tokenizer, examples: Sequence[Example], special_tokens: str)
         raise TaskError(f"special_tokens={special_tokens!r} is unknown; it must be one of {', '.join(SPECIAL_TOKENS)}.")
     prefix = leading_specials(tokenizer, examples[0].prompt) if special_tokens == "tokenizer" else []
     ids = iter(_ids(tokenizer, [e.prompt + c for e in examples for c in ("", *e.candidates)]))
+    uncounted = [e.prompt + c[:n] for e in examples for c, n in zip(e.candidates, e.counted, strict=bool(e.counted))]
+    before = iter(_ids(tokenizer, uncounted) if uncounted else [])
     items = []
     for number, example in enumerate(examples):
         prompt = prefix + next(ids)
@@ -100,7 +103,9 @@ def encode_examples(tokenizer, examples: Sequence[Example], special_tokens: str)
         if len(set(rest)) < len(rest) or not all(rest):
             clash = [c for c, r in zip(example.candidates, rest, strict=True) if not r or rest.count(r) > 1]
             raise TaskError(f"Example {number}: the tokenizer gives the candidates {clash[:4]} the same ids, or none.")
-        items.append(EncodedExample(tuple(prompt[:cut]), rest, example.answer, moved=cut < len(prompt)))
+        # split as lm-eval does: by the number of tokens that the uncounted text has alone
+        counted = tuple(min(max(len(prefix + next(before)) - cut, 0), len(r) - 1) for r in rest if example.counted)
+        items.append(EncodedExample(tuple(prompt[:cut]), rest, example.answer, cut < len(prompt), counted))
     return items
 
 
@@ -126,6 +131,17 @@ def encode(tokenizer, task: Task, special_tokens: str | None = None) -> EncodedT
     if len(_memo) >= 8:
         _memo.pop(next(iter(_memo)))
     _memo[key] = (tokenizer, encoded)  # holding the tokenizer keeps its id from being reused
+    return encoded
+
+
+def encode_whole(tokenizer, task: Task) -> EncodedTask:
+    """`encode`, for measurements that take the whole of each candidate. Raises TaskError if a part of one counts."""
+    encoded = encode(tokenizer, task)
+    if any(item.counted for item in encoded.items):
+        raise TaskError(
+            f"Only a part of each candidate of {task.name!r} counts (WinoGrande's form): `score` can do that, sweeps, "
+            "attribution and pairs cannot; use another task."
+        )
     return encoded
 
 
