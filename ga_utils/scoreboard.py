@@ -60,7 +60,7 @@ ITEMS = (
     ("Figure 3: one layer taken out of the minimal model", "layers_and_heads"),
     ("Table 1: single heads of the minimal model", "layers_and_heads"),
     ("Figure 4: key-value retrieval against the number of pairs", "fig4_kv_retrieval"),
-    ("masking table of sections 4.2 and 4.3: idealised matrices", ""),
+    ("masking table of sections 4.2 and 4.3: idealised matrices", "idealised_masks"),
     ("distribution of retrieval over heads", "head_discovery"),
     ("hybrid delegation (section 6.3)", "tiny_panel"),
     ("Figure 7: layers of the unaligned student replaced", "tiny_panel"),

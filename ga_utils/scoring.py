@@ -101,13 +101,15 @@ def score(
     batch_size: int | None = None,
     special_tokens: str | None = None,
     progress: bool = False,
+    cached: bool = True,
 ) -> Scores:
     """Score every candidate of every example of the task with the model `lm` (a LanguageModel).
 
     batch_size: most rows a forward pass; by default as many as 8,192 tokens hold on a CPU, 32,768 elsewhere.
     Results do not depend on it beyond rounding.
     special_tokens: "tokenizer" adds what the tokenizer puts before a text by default (BOS) and nothing after
-    it, "none" adds nothing; None takes what the task says. Raises TaskError before any forward if an example
+    it, "none" adds nothing; None takes what the task says. cached: False asks every candidate in full
+    forwards, for edits that must see whole texts. Raises TaskError before any forward if an example
     is longer than the model allows, GAError if a score is not finite.
     """
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
@@ -124,7 +126,7 @@ def score(
     at_least = TOKENS_A_CALL.get(lm.device.type, 128)
     branching = [t for t in trees if len(t.nodes) > len(t.chain) + 1 and t.steps_pay(at_least)]
     checks, how = 0, None
-    if branching:
+    if branching and cached:
         checks, how = cache_policy(lm, min(branching, key=lambda t: (t.length, t.number)))
     walked = branching if how is not None else []
     in_walk = {t.number for t in walked}
