@@ -204,7 +204,7 @@ def check_fits(lm: LanguageModel, task: Task) -> None:
     if lm.max_length is not None and longest > lm.max_length:
         raise TaskError(
             f"{task.name} with settings {task.settings} needs {longest} tokens, but {lm.name} takes "
-            f"{lm.max_length}: use fewer pairs."
+            f"{lm.max_length}: use shorter questions (fewer pairs, another task)."
         )
 
 

@@ -107,11 +107,13 @@ def test_bad_settings_are_refused_before_any_forward(lm, tmp_path, monkeypatch, 
         discover.discover(Store(tmp_path), lm, settings, progress=False)
 
 
-def test_letters_are_asked_of_the_tiny_models_alone():
+def test_each_language_has_its_own_questions():
     import zoo
 
     with pytest.raises(GAError, match="asked of the embedded tiny models alone"):
-        Asked("letter").task(zoo.lm("llama"), 10, 0)
+        Asked("copy-letter").task(zoo.lm("llama"), 10, 0)
+    with pytest.raises(GAError, match="is in English, which tiny-llama does not speak"):
+        Asked("world-letter").task(load("tiny-llama"), 10, 0)
 
 
 def test_results_are_not_reported_on_the_seeds_that_found_the_heads():

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from ga_utils import claims_layers, figures_layers, layers_page, live_heads
 from ga_utils.discover import DiscoverSettings
-from ga_utils.errors import GAError
+from ga_utils.errors import GAError, TaskError
 from ga_utils.heads import Head
 from ga_utils.layers_page import LayersPage, Settings
 from ga_utils.models import load
@@ -165,14 +165,19 @@ def test_every_claim_has_its_rule_and_its_place():
 # ---- measuring ----
 
 
-def test_a_model_that_cannot_be_asked_letters_is_said_and_not_run(tmp_path):
+def test_a_model_that_cannot_be_asked_letters_is_said_and_not_run(tmp_path, monkeypatch):
     lm = zoo.lm("llama")
+
+    def missing(*_):
+        raise TaskError("The data are not installed.")
+
+    monkeypatch.setattr("ga_utils.task_choice.benchmark_task", missing)
     handle = lm.model.register_forward_pre_hook(lambda *a: pytest.fail("a forward ran"))
     try:
         page = layers_page.measure(Store(tmp_path), lm, SETTINGS, progress=False)
     finally:
         handle.remove()
-    assert page.cuts is None and page.sentence().startswith("Not testable: task='letter'")
+    assert page.cuts is None and page.sentence() == "Not testable: The data are not installed."
     assert not page.testable and "\n" not in page.why
 
 
@@ -281,11 +286,12 @@ def test_the_page_quotes_the_papers_numbers_and_takes_panels():
 
 
 @pytest.mark.slow
-def test_the_page_runs_and_goes_on_past_a_model_without_letters(tmp_path):
+def test_the_page_runs_and_goes_on_past_a_model_at_chance(tmp_path):
     """The whole notebook with small parameters, on tiny-llama and on a folder that holds a random English model."""
     from ga_utils.runner import run_notebooks
 
     model, tokenizer = zoo.build("llama")
+    model.config.max_position_embeddings = 16_384  # this tokenizer takes a token for each letter
     model.save_pretrained(tmp_path / "english")
     tokenizer.save_pretrained(tmp_path / "english")
     sets = dict(n_examples=20, find_examples=12, find_seeds=[1], n_random=1, n_pairs=4)
@@ -294,7 +300,7 @@ def test_the_page_runs_and_goes_on_past_a_model_without_letters(tmp_path):
     assert run.error is None
     text = json.dumps(json.loads(run.path.read_text()), ensure_ascii=False)
     assert "66.32%" in text and "The paper's numbers, not ours" in text and "redundant heads were pruned" in text
-    assert "not testable**, none of the five. task='letter'" in text
+    assert "Letters are at chance (25%)" in text
     assert "The minimal model has 5 of 6 layers" in text and "ga run layers_and_heads" in text
     assert text.count('"image/svg+xml"') >= 2
     assert len(list(Store(tmp_path / "store").find("verdict"))) == 10

@@ -11,6 +11,7 @@ import functools
 import gzip
 import importlib.util
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,4 +183,9 @@ def _definition(benchmark: Benchmark, subject: str) -> Any:
     )
     for unused in ("tag", "task_alias", "group", "dataset_kwargs", "metadata"):
         config.pop(unused, None)
-    return ConfigurableTask(config=config)
+    logger = logging.getLogger("lm_eval.api.task")
+    before, logger.level = logger.level, logging.ERROR  # it comments on the stand-in at length
+    try:
+        return ConfigurableTask(config=config)
+    finally:
+        logger.setLevel(before)
