@@ -13,9 +13,8 @@ from .stats import Interval, bootstrap, paired_gain
 C7 = "Gather heads collect a segment into its last token, Aggregate heads fetch the right segment's (attention maps)."
 C7_RULE = (
     "The strongest Gather head's mass from segment ends to their own segment, and the strongest Aggregate head's mass "
-    "from the last token to the segments' ends, exceed those of 95% of all other heads; with fewer than 40 heads of "
-    "all "
-    "others, which is a weak test."
+    "from the last token to the right segment's end, exceed those of 95% of all other heads; with fewer than 40 heads "
+    "of all others, which is a weak test."
 )
 C8 = "SSM heads gather and aggregate with smoother patterns than attention heads (maps, section 4.2)."
 C8_RULE = "On the same prompts the SSM's Aggregate rows have a higher entropy and a smaller largest entry."

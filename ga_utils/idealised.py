@@ -53,15 +53,18 @@ class Settings:
         if self.seed in self.find.seeds:
             raise GAError(f"seed={self.seed} is among find_seeds: heads must be found on other questions.")
         Theory(ends=self.ends)
-        for task in self.tasks(lm)[0].values():
-            check_fits(lm, task)
+        tasks, why = self.tasks(lm)
+        if not tasks:
+            raise TaskError(f"{lm.name} can be asked nothing. {' '.join(why)}")
 
     def tasks(self, lm: LanguageModel) -> tuple[dict[str, Task], list[str]]:
         """The questions of each of `TASKS` that `lm` can be asked, and why it cannot be asked the others."""
         found, why = {}, []
         for kind in TASKS:
             try:
-                found[kind] = Asked(kind, self.n_pairs).task(lm, self.n_examples, self.seed)
+                task = Asked(kind, self.n_pairs).task(lm, self.n_examples, self.seed)
+                check_fits(lm, task)
+                found[kind] = task
             except TaskError as error:
                 why.append(str(error))
         return found, why

@@ -73,7 +73,8 @@ class IdealisedPage:
     def judged_on(self) -> str:
         """The task that the rule is applied to, "" if none is above chance."""
         intact = (self.rows or {}).get("(a) intact", {})
-        return next((t for t in ("letter", "kv") if t in intact and above_chance(intact[t], self.chances[t])), "")
+        asked = [t for t in ("letter", "kv") if t in intact and t in self.rows.get(ALLOWED, intact)]
+        return next((t for t in asked if above_chance(intact[t], self.chances[t])), "")
 
     def verdict(self) -> Verdict:
         """Whether the allowed entries suffice, by `RULE`."""

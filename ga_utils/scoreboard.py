@@ -54,7 +54,7 @@ CLAIMS = (
 #: the paper's figures and tables, and the notebook that reproduces each; empty where there is none yet
 ITEMS = (
     ("Gather and Aggregate on one question (schematic)", "head_discovery"),
-    ("attention maps, Transformer and SSM", "tiny_panel"),
+    ("attention maps, Transformer and SSM", "attention_maps"),
     ("Figure 2: letters and knowledge against layers kept", "layers_and_heads"),
     ("Figure 2, transition point", "layers_and_heads"),
     ("Figure 3: one layer taken out of the minimal model", "layers_and_heads"),
