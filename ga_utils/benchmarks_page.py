@@ -98,8 +98,10 @@ class Settings:
 class Answers:
     """One task's answers [n] as 0 or 1: intact, with the found heads masked, and [draws, n] with random ones.
 
-    normed: the same for acc_norm, the best log-probability a character, where lm-eval reports it. calibrated: for
-    letters, after each letter's mean score is taken off, in the same order. chance: guessing, 0 for LAMBADA.
+    nats: what each mask takes off the right answer's log-probability, [n] for the found heads and [n] for the mean over
+    random draws. normed: intact and masked acc_norm, the best log-probability a character, where lm-eval reports it.
+    calibrated: for letters, after each letter's mean score is taken off, in the same order. chance: guessing, 0 for
+    LAMBADA.
     """
 
     name: str
@@ -107,6 +109,7 @@ class Answers:
     intact: np.ndarray
     masked: np.ndarray
     random: np.ndarray
+    nats: tuple[np.ndarray, np.ndarray] | None = None
     normed: tuple[float, float] | None = None
     calibrated: tuple[float, float] | None = None
     perplexity: tuple[float, float] | None = None
@@ -137,7 +140,8 @@ class BenchmarksPage:
         if len(six) < len(KNOWLEDGE):
             return None
         joined = [np.concatenate([getattr(a, n) for a in six], axis=-1) for n in ("intact", "masked", "random")]
-        return Answers("knowledge (mean of the six)", float(np.mean([a.chance for a in six])), *joined)
+        nats = tuple(np.concatenate([a.nats[i] for a in six]) for i in (0, 1)) if all(a.nats for a in six) else None
+        return Answers("knowledge (mean of the six)", float(np.mean([a.chance for a in six])), *joined, nats)
 
     def table(self) -> pd.DataFrame:
         """One row for each task: accuracies in percent with standard errors, and the paired difference to random."""
@@ -154,6 +158,8 @@ class BenchmarksPage:
                     "found heads masked": _percent(a.masked),
                     "random heads masked": f"{drawn.mean():.1f} ({drawn.min():.0f} to {drawn.max():.0f})",
                     "random minus found, points": f"{gap.value:+.1f} [{gap.low:+.1f}, {gap.high:+.1f}]",
+                    "nats lost: found": _nats(a, 0),
+                    "random": _nats(a, 1),
                     "reading": reading(a),
                 }
             )
@@ -271,7 +277,9 @@ def _answers(name: str, task: Task, found: Sequence[Record]) -> Answers:
     if greedy:
         perplexity = tuple(float(np.exp(-r.arrays["answer_logprob"].mean())) for r in found[:2])
     chance = 0.0 if greedy else task.chance
-    return Answers(name, chance, right[0], right[1], np.stack(right[2:]), normed, calibrated, perplexity)
+    nats = [found[0].arrays["answer_logprob"] - r.arrays["answer_logprob"] for r in found[1:]]
+    lost = (nats[0], np.mean(nats[1:], axis=0))
+    return Answers(name, chance, right[0], right[1], np.stack(right[2:]), lost, normed, calibrated, perplexity)
 
 
 def _normed(task: Task, record: Record) -> float:
@@ -287,6 +295,10 @@ def _calibrated(task: Task, record: Record) -> float:
     """Accuracy after each letter's mean score over the questions is taken off: a model may just prefer one letter."""
     scores = record.arrays["logprobs"] - record.arrays["logprobs"].mean(0)
     return float(np.mean(scores.argmax(1) == [e.answer for e in task.examples]))
+
+
+def _nats(a: Answers, which: int) -> str:
+    return "" if a.nats is None else f"{a.nats[which].mean():+.2f} ± {stderr(a.nats[which]):.2f}"
 
 
 def _percent(correct: np.ndarray) -> str:
