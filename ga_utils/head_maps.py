@@ -28,6 +28,8 @@ from .tasks import Task
 from .tasks.tokens import encode, segment_tokens
 
 ROLES = ("Gather", "Aggregate")
+#: a row that gives the token before more than this share gathers nothing by itself
+PREVIOUS = 0.5
 #: questions in one forward pass
 _BATCH = 16
 
@@ -49,8 +51,8 @@ class MapsPage:
     """What was measured on one model.
 
     heads: role -> its strongest head. kinds: role -> that head's mixer. masses: role -> [h, n] of every head.
-    sharp: role -> {entropy, top, mass: [n]} of that head's row on each question. asked: what was asked; questions:
-    their digest, equal for models that answered the same ones.
+    sharp: role -> {entropy, top, mass, before: [n]} of that head's row on each question. asked: what was asked;
+    questions: their digest, equal for models that answered the same ones.
     """
 
     model: str
@@ -79,6 +81,7 @@ class MapsPage:
                     "model": self.model, "role": role, "head": str(head), "mixer": self.kinds[role],
                     "mass": _cell(mass[number]), "other heads' mass": f"{np.delete(mass, number, 0).mean():.2f}",
                     "entropy (nats)": _cell(look["entropy"]), "largest entry": _cell(look["top"]),
+                    "token before": _cell(look["before"]),
                 }
             )  # fmt: skip
         return pd.DataFrame(rows)
@@ -89,6 +92,17 @@ class MapsPage:
             return f"No Gather or Aggregate head is known, so there is no map to show. {self.said}"
         heads = "; ".join(f"{role}: {head}" for role, head in self.heads.items())
         return f"{heads} ({self.said.rstrip('.')}), looked at on {self.asked}."
+
+    def warning(self) -> str:
+        """What to mind if the Gather head does little but copy the token before; empty if it does not."""
+        share = float(self.sharp["Gather"]["before"].mean()) if "Gather" in self.sharp else 0.0
+        if share <= PREVIOUS:
+            return ""
+        return (
+            f"{self.heads['Gather']} of {self.model} gives {100 * share:.0f}% of that row's weight to the token just "
+            "before. Such a head stays within its own segment whatever it is for, so C7's mass says little about it: "
+            "by itself it moves one token on, and what it collects was put together there by the layers before it."
+        )
 
     def alike(self) -> Verdict:
         """Claim C7 on this model."""
@@ -118,7 +132,7 @@ def measure(store: Store, lm: LanguageModel, settings: idealised.Settings, progr
     for role, head in heads.items():
         record = _rows(store, lm, task, (head,), role)
         records.append(record)
-        sharp[role] = {name: record.arrays[name][0] for name in ("entropy", "top", "mass")}
+        sharp[role] = {name: record.arrays[name][0] for name in ("entropy", "top", "mass", "before")}
         maps.append(_map(store, lm, task, role, head, records))
     kinds, asked = {role: lm.site(h).kind for role, h in heads.items()}, Asked(kind, settings.n_pairs).said()
     return MapsPage(
@@ -151,7 +165,7 @@ def _patterns(store: Store, lm: LanguageModel, task: Task) -> Record:
 
 
 def _rows(store: Store, lm: LanguageModel, task: Task, heads: Sequence[Head], role: str) -> Record:
-    """One row of each head on each question: arrays entropy, top and mass, ``[h, n]``.
+    """One row of each head on each question: arrays entropy, top, mass, before (the token before), ``[h, n]``.
 
     Aggregate: the prompt's last token, mass on the right segment's end. Gather: the right segment's end where the row
     looks most at its own segment (the value's last token or the line's), mass on that segment.
@@ -178,16 +192,20 @@ def _statistics(lm: LanguageModel, task: Task, heads: Sequence[Head], role: str,
     }
     if role == "Aggregate":
         positions = [[len(c) - 1] for c in contexts]
-        spans = [[(value[1] - 1, line[1])] for line, value in spots]
+        spans = [
+            [(value[1] - 1, line[1]), (len(c) - 2, len(c) - 1)]
+            for (line, value), c in zip(spots, contexts, strict=True)
+        ]
     else:
         positions = [[value[1] - 1, line[1] - 1] for line, value in spots]
-        spans = [[line] for line, _ in spots]
+        spans = [[line, *((p - 1, p) for p in here)] for (line, _), here in zip(spots, positions, strict=True)]
     found = mixers.row_statistics(lm, batch, heads, positions, spans, with_d=False)
     mass, entropy, top = found.mass[..., 0], found.entropy, found.top  # [h, b, r]
+    before = torch.diagonal(found.mass[..., 1:], dim1=-2, dim2=-1)  # on the token before each row
     best = mass.mean(1, keepdim=True).argmax(-1, keepdim=True).expand(-1, mass.shape[1], -1)
     return {
         name: values.gather(-1, best)[..., 0].double().numpy()
-        for name, values in (("mass", mass), ("entropy", entropy), ("top", top))
+        for name, values in (("mass", mass), ("entropy", entropy), ("top", top), ("before", before))
     }
 
 

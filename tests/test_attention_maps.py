@@ -70,6 +70,16 @@ def test_the_ssm_is_compared_with_the_transformer_on_the_same_questions(pages):
     assert pages["tiny-llama"].alike().claim == "C7"
 
 
+def test_a_head_that_copies_the_token_before_is_told(pages):
+    """The tiny Llama's Gather head does, so its mass on its own segment proves nothing; the tiny Llamba's does not."""
+    assert "says little about it" in pages["tiny-llama"].warning() and pages["tiny-llamba"].warning() == ""
+    lm = load("tiny-llama", dtype="float32", device="cpu")
+    [one] = [x for x in pages["tiny-llama"].maps if x.role == "Gather"]
+    row = np.abs(one.m[one.row])
+    found = pages["tiny-llama"].sharp["Gather"]["before"][0]
+    assert lm.site(one.head).kind == "attention" and found == pytest.approx(row[one.row - 1], abs=0.01) and found > 0.5
+
+
 def test_a_page_without_heads_says_so(tmp_path):
     page = head_maps.measure(Store(tmp_path), zoo.lm("llama"), SETTINGS, progress=False)
     assert page.sentence().startswith("No Gather or Aggregate head") and not page.maps and page.table().empty
