@@ -24,7 +24,7 @@ from .records import Record, Store
 from .registry import find_spec
 from .task_choice import Asked
 from .tasks import Task
-from .theory import Theory, score_theory
+from .theory import Theory, allowed_share, score_theory
 
 __all__ = ["IdealisedPage", "Settings", "conditions", "find_heads", "measure"]
 
@@ -90,7 +90,13 @@ def measure(store: Store, lm: LanguageModel, settings: Settings, progress: bool 
             found = [score_theory(store, lm, task, off, rule) for off, rule in options]
             records += found
             rows[label][kind] = np.mean([r.arrays["correct"] for r in found], axis=0)
-    return replace(page, rows=rows, records=tuple(records))
+    allowed: dict[str, dict[str, np.ndarray]] = {}
+    for kind, task in tasks.items():
+        if task.examples[0].segments and (gather or aggregate):
+            record = allowed_share(store, lm, task, Theory(gather, aggregate, settings.ends))
+            records.append(record)
+            allowed[kind] = {r: record.arrays[r] for r in ("gather", "aggregate") if record.arrays[r].size}
+    return replace(page, rows=rows, allowed=allowed, records=tuple(records))
 
 
 def conditions(

@@ -30,7 +30,8 @@ class IdealisedPage:
     """What was measured on one model.
 
     how: how the heads were found; why: which questions could not be asked. chances: by task. rows: condition -> task ->
-    answers [n] (means over draws where heads were drawn); tasks without segments have no answers under (c).
+    answers [n] (means over draws where heads were drawn); tasks without segments have no answers under (c). allowed:
+    task -> role -> share of each head's weight that the theory allows ``[h, n]``.
     """
 
     model: str
@@ -43,7 +44,17 @@ class IdealisedPage:
     why: str
     chances: dict[str, float]
     rows: dict[str, dict[str, np.ndarray]] | None = None
+    allowed: dict[str, dict[str, np.ndarray]] | None = None
     records: tuple[Record, ...] = ()
+
+    def dose(self) -> pd.DataFrame:
+        """How much of each head's weight the cut leaves: one row a head, its mean share on each task."""
+        rows = []
+        for role, heads in (("gather", self.gather), ("aggregate", self.aggregate)):
+            for i, head in enumerate(heads):
+                cells = {t: f"{100 * a[role][i].mean():.0f}%" for t, a in (self.allowed or {}).items() if role in a}
+                rows.append({"model": self.model, "head": f"{head} ({role.capitalize()})", **cells})
+        return pd.DataFrame(rows)
 
     def sentence(self) -> str:
         """Which heads are meant and where they come from."""

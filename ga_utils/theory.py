@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from . import mixers
 from .codehash import code_hash
 from .entries import Reads, only_entries
 from .errors import GAError, TaskError
@@ -107,5 +109,38 @@ def score_theory(store: Store, lm: LanguageModel, task: Task, off: Sequence[Head
                 stack.enter_context(only_entries(lm, theory(lm, task, rule), rule.renormalise, rule.strict))
             result = score(lm, task, cached=rule is None)
         return result.to_values(), result.arrays()
+
+    return store.compute(key, run, {"model": lm.name, "source": lm.source, "revision": lm.revision})
+
+
+def allowed_share(store: Store, lm: LanguageModel, task: Task, rule: Theory) -> Record:
+    """How much of the heads' weight the theory allows already: arrays "gather" ``[h, n]`` and "aggregate" ``[h, n]``.
+
+    Shares of the sum of |M| without D, means over the rows that are named; heads in the order of `rule`. Near 1, the
+    cut takes little away.
+    """
+    key = {
+        "kind": "allowed_share",
+        "model": lm.describe(),
+        "task": task.key(),
+        "theory": rule.key(),
+        "code": code_hash("theory"),
+    }
+
+    def run():
+        encoded = encode(lm.tokenizer, task)
+        shares = {"gather": [], "aggregate": []}
+        for role, heads in (("gather", rule.gather), ("aggregate", rule.aggregate)):
+            reads = theory(lm, task, rule) if heads else {}
+            for number, item in enumerate(encoded.items if heads else ()):
+                one = reads[heads[0]][number]
+                rows = dict(one.rows) if role == "gather" else {len(item.context) - 1: one.answer}
+                m = mixers.rows(lm, {"input_ids": [item.context]}, heads, [list(rows)], with_d=False)
+                keep = torch.zeros(len(rows), len(item.context), dtype=torch.bool)
+                for i, allowed in enumerate(rows.values()):
+                    keep[i, list(allowed)] = True
+                share = [(w * keep).sum(-1) / w.sum(-1).clamp_min(1e-30) for w in (m[h][0].abs().cpu() for h in heads)]
+                shares[role].append([float(s.mean()) for s in share])
+        return {}, {role: np.array(found).reshape(len(found), -1).T for role, found in shares.items()}
 
     return store.compute(key, run, {"model": lm.name, "source": lm.source, "revision": lm.revision})

@@ -9,7 +9,7 @@ import pytest
 import zoo
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from ga_utils import figures_idealised, idealised
+from ga_utils import figures_idealised, idealised, mixers
 from ga_utils.discover import DiscoverSettings
 from ga_utils.errors import GAError, TaskError
 from ga_utils.heads import Head
@@ -19,7 +19,7 @@ from ga_utils.models import load
 from ga_utils.notebooks import read_notebook
 from ga_utils.records import Store
 from ga_utils.task_choice import Asked
-from ga_utils.theory import Theory, theory
+from ga_utils.theory import Theory, allowed_share, theory
 from ga_utils.tiny import questions
 
 ROOT = Path(__file__).parents[1]
@@ -84,6 +84,15 @@ def test_a_task_without_segments_and_bad_rules_are_refused(tiny):
         Theory(read="both")
 
 
+def test_the_allowed_share_is_that_of_the_matrix(tiny, tmp_path):
+    task = questions.letter_task(3, 5)
+    found = allowed_share(Store(tmp_path), tiny, task, Theory((G,), (A,))).arrays
+    m = mixers.matrix(tiny, task.examples[1].prompt, A, with_d=False)[A][0]
+    ends = sorted(theory(tiny, task, Theory((), (A,)))[A][1].answer)
+    assert found["aggregate"].shape == found["gather"].shape == (1, 3)
+    assert found["aggregate"][0, 1] == pytest.approx(float(m[-1, ends].sum()), abs=1e-5)
+
+
 # ---- the rule ----
 
 CHANCE = {"letter": 0.25, "kv": 0.125}
@@ -134,6 +143,7 @@ def test_allowed_entries_matter_on_a_trained_model(tiny, tmp_path, monkeypatch):
     assert "knowledge" in found.rows[BASE] and "knowledge" not in found.rows[ALLOWED]
     assert list(found.table().columns) == ["condition", "letter", "kv", "knowledge"]
     assert (found.table().knowledge == "–").sum() == 6
+    assert list(found.dose()["head"]) == ["L2H2 (Gather)", "L4H3 (Aggregate)"]
     handle = tiny.model.register_forward_pre_hook(lambda *a: pytest.fail("a forward ran"))
     try:
         again = idealised.measure(Store(tmp_path), tiny, replace(SETTINGS, n_examples=24), progress=False)
