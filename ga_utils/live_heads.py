@@ -59,14 +59,14 @@ def made_so(lm: LanguageModel) -> str:
     """
     from .tiny import shipping
 
-    record, chain = _record(lm.source), []
+    record, chain = training_record(lm.source), []
     while record and record["name"] not in chain:
         chain.append(record["name"])
         off = [h for look in record.get("pruning", []) for h in look.get("pruned", [])]
         if off:
             return _said(lm.name, chain, off)
         start = record.get("recipe", {}).get("start")
-        record = _record(f"ga_utils:{shipping.shipped_name(start, record['seed'])}") if start else None
+        record = training_record(f"ga_utils:{shipping.shipped_name(start, record['seed'])}") if start else None
     return ""
 
 
@@ -85,7 +85,7 @@ def _said(name: str, chain: Sequence[str], off: Sequence[str]) -> str:
     )
 
 
-def _record(source: str) -> dict | None:
+def training_record(source: str) -> dict | None:
     """The training record of an embedded model, or of a folder that `ga tiny train` wrote; None if there is none."""
     from .tiny import shipping
 
