@@ -105,6 +105,9 @@ class IdealisedPage:
         said = (
             f"On {NAMES[task]}, {100 * kept.value:.0f}% of the score above chance is kept with allowed entries alone."
         )
+        held = [float(a.mean()) for a in (self.allowed or {}).get(task, {}).values()]
+        if held and min(held) > 0.95:
+            said += f" Little was cut: the allowed entries held at least {100 * min(held):.0f}% of the weight already."
         return judge(claim, self.model, said, checks, wrong)
 
 

@@ -123,6 +123,13 @@ def test_the_verdict_follows_its_rule(base, allowed, wrong, verdict, says):
     assert found.verdict == verdict and says in found.because
 
 
+def test_a_verdict_on_a_cut_that_takes_little_says_so():
+    found = replace(page(1.0, 1.0, 0.25), allowed={"letter": {"gather": np.full((1, 9), 0.98)}})
+    assert "Little was cut: the allowed entries held at least 98%" in found.verdict().because
+    found = replace(found, allowed={"letter": {"gather": np.full((1, 9), 0.98), "aggregate": np.full((1, 9), 0.5)}})
+    assert "Little was cut" not in found.verdict().because
+
+
 def test_key_value_questions_stand_in_for_letters_at_chance():
     found = page(1.0, 1.0, 1.0, letter=0.25)
     assert found.judged_on() == "kv" and found.verdict().because.startswith("On key-value questions")
