@@ -47,7 +47,10 @@ def name_grid(starts: Sequence[str], middle: Sequence[str], ends: Sequence[str],
 
 
 def scores(frame: pd.DataFrame, family: str, tasks: Sequence[str]) -> Figure:
-    """Scores of one family, a mark for each seed, with standard errors; bars in grey: guessing."""
+    """Scores of one family, a mark for each seed, with standard errors; bars in grey: guessing.
+
+    A text in the place of a seed's number is that mark's name.
+    """
     here = frame[frame.family == family]
     seeds = sorted(set(here.seed))
     fig = Figure(figsize=(WIDTH, 0.36 * len(tasks) + 1.15), layout="constrained")
@@ -57,7 +60,16 @@ def scores(frame: pd.DataFrame, family: str, tasks: Sequence[str]) -> Figure:
         y = np.arange(len(tasks)) + 0.24 * (k - (len(seeds) - 1) / 2)
         colour = (COLOURS["intact"], COLOURS["masked"], "#009E73", COLOURS["strongest"], "#7F7F7F")[k % 5]
         mark = SEED_MARKS[k % len(SEED_MARKS)]
-        ax.errorbar(rows.accuracy, y, xerr=rows.stderr, fmt=mark, ms=4, lw=1.2, color=colour, label=f"seed {seed}")
+        ax.errorbar(
+            rows.accuracy,
+            y,
+            xerr=rows.stderr,
+            fmt=mark,
+            ms=4,
+            lw=1.2,
+            color=colour,
+            label=seed if isinstance(seed, str) else f"seed {seed}",
+        )
     chance = here.groupby("task").chance.first().loc[list(tasks)]
     for i, c in enumerate(chance):
         ax.plot([c, c], [i - 0.42, i + 0.42], color=COLOURS["chance"], lw=1.6, label="guessing" if i == 0 else None)

@@ -62,7 +62,7 @@ ITEMS = (
     ("Figure 4: key-value retrieval against the number of pairs", "fig4_kv_retrieval"),
     ("masking table of sections 4.2 and 4.3: idealised matrices", "idealised_masks"),
     ("distribution of retrieval over heads", "head_discovery"),
-    ("hybrid delegation (section 6.3)", "tiny_panel"),
+    ("hybrid delegation (section 6.3)", "hybrid_delegation"),
     ("Figure 7: layers of the unaligned student replaced", "tiny_panel"),
     ("replacement of the Aggregate head alone", "tiny_panel"),
     ("table of other tasks (GSM8K, BBH, dialogue, ...)", "other_tasks"),

@@ -1,4 +1,4 @@
-"""What do the embedded models say to the paper's claims on patterns, delegation and replacement (C8, C11 to C13)?"""
+"""What do the embedded models say to the paper's claims on patterns and replacement (C8, C12, C13)?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from ga_utils.tiny.panel_heads import Found, patterns
 
 RULES = {
     "C8": (claims_transfer.C8, claims_transfer.C8_RULE),
-    "C11": (claims_transfer.C11, claims_transfer.C11_RULE),
     "C12": (claims_transfer.C12, claims_transfer.C12_RULE),
     "C13": (claims_transfer.C13, claims_transfer.C13_RULE),
 }
@@ -22,7 +21,7 @@ RULES = {
 def verdicts(
     store: Store, members: Sequence[Member], found: Mapping[str, Found], n: int, seed: int
 ) -> tuple[list[Verdict], list[Record]]:
-    """The verdicts, in the order of claims: letters for C8, C12 and C13, key-value retrieval with 8 pairs for C11.
+    """The verdicts, in the order of claims: all on letters.
 
     found: the teachers' heads by the teacher's name.
     """
@@ -47,8 +46,4 @@ def verdicts(
             more, used = transfer.replacement(store, student.lm, teacher.lm, heads, Asked("letter"), n, seed)
             said += more
             records += used
-    for hybrid in of_family(members, "tiny-zamba2"):
-        verdict, used = transfer.delegation(store, hybrid.lm, Asked("kv", 8), n, seed)
-        said.append(verdict)
-        records += used
     return sorted(said, key=lambda v: (int(v.claim[1:]), v.model)), records
