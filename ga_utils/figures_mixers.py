@@ -137,12 +137,14 @@ def prompt_figure(
 
 
 def beside(*figures: Figure, texts: Sequence[str] = ()) -> HTML:
-    """Figures side by side where the page is wide enough, else one below the other; `texts` for screen readers.
+    """Figures side by side where the page is wide enough, else one below the other.
+
+    texts: for screen readers; the titles of figures without one.
 
     A figure wider than the page scrolls in its own box: shrunk to a phone, its labels could not be read. The class
     keeps dark pages from dimming the picture, which would turn its white to grey.
     """
-    texts = [*texts, *[""] * (len(figures) - len(texts))]
+    texts = [*texts, *(" ".join(ax.get_title() for ax in f.axes).strip() for f in figures[len(texts) :])]
     images = []
     box = "overflow-x:auto;max-width:100%"
     for figure, text in zip(figures, texts, strict=True):
