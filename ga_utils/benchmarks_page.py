@@ -143,11 +143,15 @@ class BenchmarksPage:
         nats = tuple(np.concatenate([a.nats[i] for a in six]) for i in (0, 1)) if all(a.nats for a in six) else None
         return Answers("knowledge (mean of the six)", float(np.mean([a.chance for a in six])), *joined, nats)
 
+    def rows(self) -> tuple[Answers, ...]:
+        """The tasks in the page's order, with the six knowledge tasks together behind them."""
+        pooled = self.knowledge()
+        return (*self.answers[: len(KNOWLEDGE)], pooled, *self.answers[len(KNOWLEDGE) :]) if pooled else self.answers
+
     def table(self) -> pd.DataFrame:
         """One row for each task: accuracies in percent with standard errors, and the paired difference to random."""
-        pooled = self.knowledge()
         rows = []
-        for a in (*self.answers[: len(KNOWLEDGE)], *([pooled] if pooled else ()), *self.answers[len(KNOWLEDGE) :]):
+        for a in self.rows():
             drawn = 100 * a.random.mean(1)
             gap = extra_loss(a)
             rows.append(
@@ -155,15 +159,26 @@ class BenchmarksPage:
                     "task": a.name,
                     "guessing": f"{100 * a.chance:.0f}",
                     "intact": _percent(a.intact),
-                    "found heads masked": _percent(a.masked),
-                    "random heads masked": f"{drawn.mean():.1f} ({drawn.min():.0f} to {drawn.max():.0f})",
-                    "random minus found, points": f"{gap.value:+.1f} [{gap.low:+.1f}, {gap.high:+.1f}]",
-                    "nats lost: found": _nats(a, 0),
-                    "random": _nats(a, 1),
-                    "reading": reading(a),
+                    "found heads off": _percent(a.masked),
+                    "random heads off": f"{drawn.mean():.0f} ({drawn.min():.0f} to {drawn.max():.0f})",
+                    "random minus found": f"{gap.value:+.0f} [{gap.low:+.0f}, {gap.high:+.0f}]",
                 }
             )
         return pd.DataFrame(rows)
+
+    def readings(self) -> pd.DataFrame:
+        """One row for each task: nats lost with found and with random heads off, and what the rules read from it all."""
+        return pd.DataFrame(
+            [
+                {
+                    "task": a.name,
+                    "nats lost, found heads off": _nats(a, 0),
+                    "random heads off": _nats(a, 1),
+                    "accuracy": reading(a),
+                }
+                for a in self.rows()
+            ]
+        )
 
     def other_metrics(self) -> pd.DataFrame:
         """acc_norm, calibrated letters and LAMBADA's perplexity, intact and masked."""
