@@ -167,7 +167,7 @@ class BenchmarksPage:
         return pd.DataFrame(rows)
 
     def readings(self) -> pd.DataFrame:
-        """One row for each task: nats lost with found and with random heads off, and what the rules read from it all."""
+        """One row for each task: nats lost with found and with random heads off, and what the rules read from it."""
         return pd.DataFrame(
             [
                 {
